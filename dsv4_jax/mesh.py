@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The device mesh, the rules that place arrays on it, and the few helpers manual code needs.
+
+Axes: `data` (rows of the batch; parameters are split over it, ZeRO-3 style), `expert` (rows, and the
+experts of a layer) and `context` (positions). All axes are Explicit: a forgotten spec is an error when
+a function is traced, also on one device, where the mesh is 1 x 1 x 1.
+"""
+
+import contextlib
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+AXES = ("data", "expert", "context")
+BATCH = ("data", "expert")
+
+# Logical axis of a parameter -> mesh axis. Axes that are not named here are never split.
+RULES = {"embed": "data", "experts": "expert", "vocab": "data"}
+
+
+def make_mesh(data: int = 1, expert: int = 1, context: int = 1) -> jax.sharding.Mesh:
+    """A mesh of `data` x `expert` x `context` devices with Explicit axes.
+
+    Raises:
+        ValueError: if there are fewer devices, naming both numbers.
+    """
+    need = data * expert * context
+    if need > jax.device_count():
+        raise ValueError(
+            f"a mesh of {data} x {expert} x {context} needs {need} devices, found {jax.device_count()}"
+        )
+    return jax.make_mesh(
+        (data, expert, context), AXES, (AxisType.Explicit,) * 3, devices=jax.devices()[:need]
+    )
+
+
+def ensure_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Sets a 1 x 1 x 1 mesh of the default device if no mesh has been set.
+
+    Enter the result around the code that needs it: inside a traced function, where a mesh cannot be
+    set, it holds the mesh for that code only.
+    """
+    if jax.sharding.get_abstract_mesh().empty:
+        try:
+            jax.set_mesh(make_mesh())
+        except ValueError:  # inside jit, where only an abstract mesh may be entered
+            abstract = jax.sharding.AbstractMesh((1, 1, 1), AXES, axis_types=(AxisType.Explicit,) * 3)
+            return jax.sharding.use_abstract_mesh(abstract)
+    return contextlib.nullcontext()
+
+
+def param_spec(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.P:
+    """Where a parameter lives: `RULES` applied to its logical axes, each mesh axis once.
+
+    An axis that its mesh axis does not divide is replicated.
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape
+    spec: list[str | None] = []
+    for axis, size in zip(axes, shape, strict=True):
+        mesh_axis = RULES.get(axis)
+        free = mesh_axis is not None and mesh_axis not in spec
+        spec.append(mesh_axis if free and size % sizes[mesh_axis] == 0 else None)
+    return jax.P(*spec)
+
+
+def act_spec(rank: int) -> jax.P:
+    """Spec of an activation [B, S, ...]: rows over `data` and `expert`, positions over `context`."""
+    return jax.P(BATCH, "context", *(None,) * (rank - 2))
+
+
+def row_spec(rank: int) -> jax.P:
+    """Spec of an array [B, ...] whose positions are whole on every device: document tables."""
+    return jax.P(BATCH, *(None,) * (rank - 1))
+
+
+def varying(x: jax.Array, *like: jax.Array) -> jax.Array:
+    """`x` marked as differing between devices wherever an array of `like` does (in `shard_map`).
+
+    Loop carries and hand-written gradients need operands of one such type. Outside manual code this
+    is `x`. The transpose is the sum over the devices.
+    """
+
+    def axes_of(a: jax.Array) -> frozenset[str]:
+        return jax.typeof(a).manual_axis_type.varying
+
+    axes = frozenset().union(*map(axes_of, like)) - axes_of(x)
+    return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifold-constrained hyper-connections: N residual streams, mixed by a doubly stochastic matrix.
+
+All of it in fp32 (section 2.2). Letters: B rows, S positions, N streams (j in, k out), D width.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.model.params import Params, whole
+
+
+class Mix(NamedTuple):
+    """Gates of one site, fp32: input mix, output gates, and the stream mixing matrix."""
+
+    pre_BSN: jax.Array
+    post_BSN: jax.Array
+    comb_BSNN: jax.Array
+
+
+def sinkhorn(z: jax.Array, iterations: int, eps: float) -> jax.Array:
+    """Nearly doubly stochastic matrices exp(z) scaled by rows and columns, [..., N, N].
+
+    `iterations` pairs of a row (last axis) and a column normalisation, the first row normalisation
+    being the softmax. The backward pass recomputes them from z.
+    """
+
+    @jax.checkpoint
+    def run(z: jax.Array) -> jax.Array:
+        c = jax.nn.softmax(z, axis=-1) + eps
+        c = c / (c.sum(-2, keepdims=True) + eps)
+
+        def step(_, c: jax.Array) -> jax.Array:
+            c = c / (c.sum(-1, keepdims=True) + eps)
+            return c / (c.sum(-2, keepdims=True) + eps)
+
+        return jax.lax.fori_loop(0, iterations - 1, step, c)
+
+    return run(z)
+
+
+def site(make: Params, cfg: ModelConfig) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
+    """fn [N*D, 2N + N*N], base [2N + N*N] and scale [3] of one site."""
+    n, d = cfg.hc_mult, cfg.dim
+    return _mixers(make, cfg, n * d, 2 * n + n * n, 3)
+
+
+def head(make: Params, cfg: ModelConfig) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
+    """fn [N*D, N], base [N] and scale [1] of the collapse before the output."""
+    return _mixers(make, cfg, cfg.hc_mult * cfg.dim, cfg.hc_mult, 1)
+
+
+def _mixers(make: Params, cfg: ModelConfig, width: int, outputs: int, scales: int):
+    fn = make.kernel(("embed", width), ("streams", outputs), suffix="")
+    base = make.full(0.0, ("streams", outputs))
+    return fn, base, make.full(cfg.hc_init_scale, ("streams", scales))
+
+
+def _project(x_BSND: jax.Array, fn: nnx.Param, eps: float) -> jax.Array:
+    """RMS-normalised streams, flattened, times fn: fp32 [B, S, outputs]."""
+    x = x_BSND.astype(jnp.float32)
+    norm = jax.lax.rsqrt(jnp.mean(x * x, axis=(-2, -1)) + eps)
+    w = whole(fn).reshape(*x.shape[-2:], -1)
+    return jnp.einsum("bsnd,ndo->bso", x, w, precision="highest") * norm[..., None]
+
+
+def mix(x_BSND: jax.Array, fn: nnx.Param, base: nnx.Param, scale: nnx.Param, cfg: ModelConfig) -> Mix:
+    """The gates that a site reads from its streams (section 2.2)."""
+    n = cfg.hc_mult
+    m = _project(x_BSND, fn, cfg.norm_eps)
+    s, b = whole(scale), whole(base)
+    pre = jax.nn.sigmoid(m[..., :n] * s[0] + b[:n]) + cfg.hc_eps
+    post = 2 * jax.nn.sigmoid(m[..., n : 2 * n] * s[1] + b[n : 2 * n])
+    z = m[..., 2 * n :] * s[2] + b[2 * n :]
+    comb = sinkhorn(z.reshape(*z.shape[:-1], n, n), cfg.hc_sinkhorn_iters, cfg.hc_eps)
+    return Mix(pre, post, comb)
+
+
+def collapse(x_BSND: jax.Array, pre_BSN: jax.Array) -> jax.Array:
+    """The input of a sublayer: the streams weighted by `pre`, in x's type."""
+    return jnp.einsum("bsn,bsnd->bsd", pre_BSN, x_BSND.astype(jnp.float32)).astype(x_BSND.dtype)
+
+
+def expand(y_BSD: jax.Array, x_BSND: jax.Array, at: Mix) -> jax.Array:
+    """The streams after a sublayer: stream k gets post_k y + sum_j comb_jk x_j, in x's type."""
+    y, x = y_BSD.astype(jnp.float32), x_BSND.astype(jnp.float32)
+    kept = jnp.einsum("bsjk,bsjd->bskd", at.comb_BSNN, x)
+    return (kept + at.post_BSN[..., None] * y[..., None, :]).astype(x_BSND.dtype)
+
+
+def collapse_head(x_BSND: jax.Array, fn: nnx.Param, base: nnx.Param, scale: nnx.Param, cfg: ModelConfig) -> jax.Array:
+    """The streams collapsed before the final norm (`hc_head`)."""
+    m = _project(x_BSND, fn, cfg.norm_eps)
+    return collapse(x_BSND, jax.nn.sigmoid(m * whole(scale) + whole(base)) + cfg.hc_eps)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeekMoE: routing by learned scores or by token id, routed and shared experts, balance.
+
+Letters: B rows, S positions, D width, E experts, k experts of a token, F expert width, N tokens.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dsv4_jax.mesh import BATCH, act_spec, varying
+from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.model.params import HashTable, Params, RouterBias, linear, whole
+from dsv4_jax.ops.documents import Documents
+from dsv4_jax.ops.grouped_matmul import grouped_matmul
+
+
+class Routing(NamedTuple):
+    """Where the tokens of a layer go.
+
+    Attributes:
+        scores_BSE: sqrt(softplus) affinities, fp32.
+        experts_BSk: chosen experts, int32.
+        weights_BSk: their weights, fp32.
+    """
+
+    scores_BSE: jax.Array
+    experts_BSk: jax.Array
+    weights_BSk: jax.Array
+
+
+def sqrt_softplus(z: jax.Array) -> jax.Array:
+    """sqrt(log(1 + e^z)) with a finite gradient everywhere.
+
+    Softplus underflows to 0 below about -104 in fp32, where the root's gradient would be infinite;
+    there the function is e^(z/2) to all digits, as it is for every z below -20.
+    """
+    low = z < -20
+    root = jnp.sqrt(jax.nn.softplus(jnp.where(low, 0.0, z)))
+    return jnp.where(low, jnp.exp(jnp.where(low, z, -20.0) / 2), root)
+
+
+def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """silu(min(gate, limit)) * clip(up, -limit, limit) in fp32; limit 0 means none (section 4.2.3)."""
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    if limit:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jax.nn.silu(gate) * up
+
+
+def hash_table(vocab: int, n_experts: int, k: int, seed: int) -> np.ndarray:
+    """Experts of every token id, int32 [vocab, k]: rows of distinct experts, all equally often.
+
+    Tokens in random order take k consecutive experts each of a cycle that is a fresh random order of
+    all experts every time it has come round whole, so any expert is as frequent as any other up to
+    the last, unfinished round. The published tables' rule is unknown; load those with the weights.
+    """
+    rng = np.random.RandomState(seed)  # its stream is frozen: the same table on every machine
+    tokens = n_experts // np.gcd(n_experts, k)  # tokens that use every expert equally often
+    rounds = -(-vocab // tokens)
+    orders = np.argsort(rng.random_sample((rounds, n_experts)), axis=1, kind="stable")
+    slots = np.arange(tokens * k).reshape(tokens, k) % n_experts
+    rows = orders[:, slots].reshape(-1, k)[:vocab]
+    return rows[rng.permutation(vocab)].astype(np.int32)
+
+
+class Gate(nnx.Module):
+    """The router: `weight`, and the balance `bias` or, in hash layers, the table `tid2eid`."""
+
+    def __init__(self, cfg: ModelConfig, make: Params, layers: range | None, hashed: bool):
+        self.cfg, self.hashed = cfg, hashed
+        E, k = cfg.n_routed_experts, cfg.n_activated_experts
+        self.weight = make.kernel(("embed", cfg.dim), ("router", E), suffix="")
+        if hashed and layers is not None:
+            tables = [hash_table(cfg.vocab_size, E, k, cfg.hash_seed + i) for i in layers]
+            self.tid2eid = make.buffer(HashTable, jnp.asarray(np.stack(tables)), "tokens", "choices")
+        else:
+            self.bias = make.full(0.0, ("router", E), kind=RouterBias)
+
+    def __call__(self, x_BSD: jax.Array, ids_BS: jax.Array, forced_BSk: jax.Array | None) -> Routing:
+        """Routes all tokens; `forced_BSk` replaces the choice of a learned layer (section 4.2.3)."""
+        cfg = self.cfg
+        x, w = x_BSD.astype(jnp.float32), whole(self.weight)
+        scores = sqrt_softplus(jnp.einsum("bsd,de->bse", x, w, precision="highest"))
+        if self.hashed:
+            experts = whole(self.tid2eid, jnp.int32).at[ids_BS].get(out_sharding=act_spec(3))
+        elif forced_BSk is not None:
+            experts = forced_BSk.astype(jnp.int32)
+        else:
+            biased = jax.lax.stop_gradient(scores) + whole(self.bias)
+            experts = jax.lax.top_k(biased, cfg.n_activated_experts)[1]
+        chosen = jnp.take_along_axis(scores, experts, axis=-1)
+        weights = chosen / (chosen.sum(-1, keepdims=True) + 1e-20) * cfg.route_scale
+        return Routing(scores, experts, weights)
+
+
+class Experts(nnx.Module):
+    """The routed experts, stacked: w1 (gate) and w3 (up) [E, D, F], w2 (down) [E, F, D]."""
+
+    def __init__(self, cfg: ModelConfig, make: Params):
+        E, D, F = ("experts", cfg.n_routed_experts), ("embed", cfg.dim), ("mlp", cfg.moe_inter_dim)
+        self.w1, self.w2, self.w3 = make.kernel(E, D, F), make.kernel(E, F, D), make.kernel(E, D, F)
+
+
+class SharedExpert(nnx.Module):
+    """The expert that every token uses."""
+
+    def __init__(self, cfg: ModelConfig, make: Params):
+        D, F = ("embed", cfg.dim), ("mlp", cfg.moe_inter_dim)
+        self.w1, self.w2, self.w3 = make.kernel(D, F), make.kernel(F, D), make.kernel(D, F)
+
+
+class MoE(nnx.Module):
+    """The feed-forward part of a layer (section 2.1)."""
+
+    def __init__(self, cfg: ModelConfig, make: Params, layers: range | None, hashed: bool):
+        self.cfg = cfg
+        self.gate = Gate(cfg, make, layers, hashed)
+        self.experts = Experts(cfg, make)
+        self.shared_experts = SharedExpert(cfg, make)
+
+    def __call__(
+        self,
+        x_BSD: jax.Array,
+        ids_BS: jax.Array,
+        real_BS: jax.Array,
+        forced_BSk: jax.Array | None,
+        dtype: jnp.dtype,
+    ) -> tuple[jax.Array, Routing]:
+        """Output [B, S, D] and the routing. Padding (not `real_BS`) goes to no routed expert."""
+        cfg, routed = self.cfg, self.experts
+        routing = self.gate(x_BSD, ids_BS, forced_BSk)
+        kernels = tuple(
+            jax.reshard(w[...].astype(dtype), jax.P("expert", None, None)) for w in (routed.w1, routed.w3, routed.w2)
+        )
+        tokens = jax.P(BATCH, "context")
+        run = functools.partial(_routed_experts, cfg)
+        run = jax.shard_map(run, in_specs=(tokens, tokens, tokens, tokens, jax.P("expert")), out_specs=tokens)
+        y = run(x_BSD.astype(dtype), routing.experts_BSk, routing.weights_BSk, real_BS, kernels)
+        shared = self.shared_experts
+        hidden = swiglu(linear(x_BSD, shared.w1, dtype), linear(x_BSD, shared.w3, dtype), cfg.swiglu_limit)
+        return y + linear(hidden, shared.w2, dtype), routing
+
+
+@jax.custom_vjp
+def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """x[order] for a permutation; the gradient is a gather too, by the inverse."""
+    return x[order]
+
+
+permute.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, dy: (dy[inverse], None, None))
+
+
+def _routed_experts(
+    cfg: ModelConfig,
+    x_BSD: jax.Array,
+    experts_BSk: jax.Array,
+    weights_BSk: jax.Array,
+    real_BS: jax.Array,
+    kernels: tuple[jax.Array, jax.Array, jax.Array],
+) -> jax.Array:
+    """Sum over each token's experts, on one device: sort by expert, three grouped products, unsort."""
+    B, S, D = x_BSD.shape
+    k, E = cfg.n_activated_experts, cfg.n_routed_experts
+    w1, w3, w2 = kernels
+    expert_N = jnp.where(real_BS[..., None], experts_BSk, E).reshape(-1)  # padding sorts past the last
+    order = jnp.argsort(expert_N, stable=True)
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
+    sizes = varying(jnp.zeros(E, jnp.int32), expert_N).at[expert_N].add(1, mode="drop")
+
+    x_ND = permute(jnp.repeat(x_BSD.reshape(B * S, D), k, axis=0), order, inverse)
+    gate = grouped_matmul(x_ND, w1, sizes, cfg.expert_matmul)
+    up = grouped_matmul(x_ND, w3, sizes, cfg.expert_matmul)
+    weight_N = permute(weights_BSk.reshape(-1), order, inverse)
+    hidden = (weight_N[:, None] * swiglu(gate, up, cfg.swiglu_limit)).astype(x_BSD.dtype)
+    y_ND = permute(grouped_matmul(hidden, w2, sizes, cfg.expert_matmul), inverse, order)
+    return y_ND.reshape(B, S, k, D).sum(2)
+
+
+def loads(routing: Routing, real_BS: jax.Array, n_experts: int) -> jax.Array:
+    """Real tokens that each expert got, fp32 [E]."""
+    return (jax.nn.one_hot(routing.experts_BSk, n_experts) * real_BS[..., None, None]).sum((0, 1, 2))
+
+
+def balance_loss(routing: Routing, docs: Documents) -> jax.Array:
+    """Sequence-wise balance loss of one layer, summed over real tokens (section 2.1.2 of V3).
+
+    A sequence is a document. For a document of T tokens, f_e = E/(kT) * (tokens routed to e) and
+    P_e = mean share of e in the scores; the result is the sum of T * sum_e f_e P_e over documents, to
+    be divided by the number of real tokens. f carries no gradient.
+    """
+    S = docs.first_BS.shape[1]
+    E, k = routing.scores_BSE.shape[-1], routing.experts_BSk.shape[-1]
+
+    def by_document(x_BSE: jax.Array, first_BS: jax.Array) -> jax.Array:
+        """Sums over every document, at the position of its first token; padding (first = S) is dropped."""
+        total = jax.vmap(lambda x, first: jax.ops.segment_sum(x, first, num_segments=S))(x_BSE, first_BS)
+        return jax.lax.psum(total, "context")
+
+    def rows(scores_BSE: jax.Array, experts_BSk: jax.Array, first_BS: jax.Array) -> jax.Array:
+        chosen = jax.nn.one_hot(experts_BSk, E).sum(2)
+        share = scores_BSE / scores_BSE.sum(-1, keepdims=True)
+        length = by_document(jnp.ones((*first_BS.shape, 1)), first_BS)
+        fp = by_document(chosen, first_BS) * by_document(share, first_BS)
+        return (E / k * fp / jnp.maximum(length, 1)).sum((1, 2))
+
+    tokens = jax.P(BATCH, "context")
+    run = jax.shard_map(rows, in_specs=tokens, out_specs=jax.P(BATCH))
+    return run(routing.scores_BSE, routing.experts_BSk, jax.reshard(docs.first_BS, act_spec(2))).sum()

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The map between this model and official checkpoints: a walk over the parameters, no table.
+
+A parameter's path is its official name, but that a group of scanned layers is one module (its first
+axis is the layer) and that a layer's experts are one array. Kernels are transposed; a stack of groups
+(`wo_a`) is rows below rows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.model.params import HashTable
+
+
+def _walk(model: DeepSeek, tree: Any) -> Iterator[tuple[nnx.Variable, list[str], Callable[[int], tuple]]]:
+    """For every variable of `tree` (the model or a state like it): it, names, and each name's index."""
+    for path, variable in nnx.to_flat_state(nnx.state(tree) if isinstance(tree, nnx.Module) else tree):
+        name = ".".join(str(p) for p in path) + variable.suffix
+        names, indices = [name], [()]
+        if path[0] == "groups":
+            _, g, j, *rest = path
+            rest = ".".join(rest) + variable.suffix
+            layers = model.plan[g].layers(j)
+            names, indices = [f"layers.{i}.{rest}" for i in layers], [(r,) for r in range(len(layers))]
+        if "experts" in variable.axes:
+            n = variable.get_value().shape[variable.axes.index("experts")]
+            indices = [(*i, e) for i in indices for e in range(n)]
+            names = [name.replace(".experts.", f".experts.{e}.") for name in names for e in range(n)]
+        yield variable, names, indices
+
+
+def _to_official(variable: nnx.Variable, x: Any) -> Any:
+    """One tensor in the official orientation: [..., in, out] becomes [rows of out, in]."""
+    if not variable.transposed:
+        return x
+    x = x.swapaxes(-1, -2)
+    return x.reshape(-1, x.shape[-1])
+
+
+def official_tensors(model: DeepSeek, tree: Any) -> dict[str, np.ndarray]:
+    """`tree`, which is laid out like the model (its gradients, say), under the official names."""
+    tensors = {}
+    for variable, names, indices in _walk(model, tree):
+        value = np.asarray(variable.get_value())
+        for name, index in zip(names, indices, strict=True):
+            tensors[name] = _to_official(variable, value[index])
+    return tensors
+
+
+def to_official(model: DeepSeek) -> dict[str, np.ndarray]:
+    """All tensors of the model by official name, linear layers as [out, in]."""
+    return official_tensors(model, model)
+
+
+def official_shapes(model: DeepSeek) -> dict[str, tuple[int, ...]]:
+    """Official names and shapes; `model` may be abstract (from `jax.eval_shape`)."""
+    shapes = {}
+    for variable, names, indices in _walk(model, model):
+        shape = variable.get_value().shape[len(indices[0]) :]
+        if variable.transposed:
+            *stack, rows, columns = shape
+            shape = (int(np.prod(stack)) * columns, rows)
+        shapes |= dict.fromkeys(names, shape)
+    return shapes
+
+
+def load_official(model: DeepSeek, tensors: Mapping[str, Any]) -> None:
+    """Fills the model, in place, with tensors under their official names.
+
+    Raises:
+        ValueError: if tensors are missing, unexpected or misshapen, or if a routing table holds
+            unusable expert ids; names them. The model is unchanged then.
+    """
+    want, have = official_shapes(model), {name: tuple(np.shape(t)) for name, t in tensors.items()}
+    problems = [f"missing {n} {list(want[n])}" for n in want if n not in have]
+    problems += [f"unexpected {n} {list(have[n])}" for n in have if n not in want]
+    problems += [
+        f"{n}: expected {list(want[n])}, found {list(have[n])}" for n in want if n in have and have[n] != want[n]
+    ]
+    E = model.cfg.n_routed_experts
+    for name in (n for n in want if n.endswith("tid2eid") and have.get(n) == want[n]):
+        rows = np.sort(np.asarray(tensors[name]), axis=1)
+        if rows.min() < 0 or rows.max() >= E or (rows[:, 1:] == rows[:, :-1]).any():
+            problems.append(f"{name}: rows must hold distinct expert ids below {E}")
+    if problems:
+        shown = "\n  ".join(problems[:20])
+        more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise ValueError(f"these tensors do not fit the model:\n  {shown}{more}")
+    for variable, names, indices in _walk(model, model):
+        old = variable.get_value()
+        new = np.empty(old.shape, np.int32 if isinstance(variable, HashTable) else old.dtype)
+        for name, index in zip(names, indices, strict=True):
+            tensor = np.asarray(tensors[name])
+            if variable.transposed:
+                *stack, rows, columns = new[index].shape
+                tensor = tensor.reshape(*stack, columns, rows).swapaxes(-1, -2)
+            new[index] = tensor
+        variable.set_value(jax.device_put(new, old.sharding))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How parameters are declared: shape, logical axes, initial value and official name, in one place.
+
+Every module takes a `Params` and asks it for its tensors. What is declared here decides the sharding
+(`mesh.RULES`), the map to the official checkpoint (`official.py`) and what an optimizer may take for a
+matrix (the last two axes of a kernel; the axes before them only stack matrices).
+
+| declared as | shape | initial value | official tensor |
+|---|---|---|---|
+| `kernel` | [..., in, out] | N(0, init_std) | transposed |
+| `table`  | [vocab, D] | N(0, init_std) | as it is |
+| `ones`   | [n] | 1 (norm weights) | as it is |
+| `full`   | any | a constant (biases, gates, sinks, `ape`) | as it is |
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from dsv4_jax.mesh import param_spec
+
+WEIGHT = ".weight"  # the official name of a linear layer's or a norm's only tensor
+
+
+class RouterBias(nnx.Variable):
+    """Balance bias of a router: moved by its own rule, never by the optimizer."""
+
+
+class HashTable(nnx.Variable):
+    """Experts of every token id in a hash-routed layer: int32, saved, never trained."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """Makes the parameters of modules that are stacked `layers` times for a scan (0: not stacked)."""
+
+    rngs: nnx.Rngs
+    std: float
+    layers: int = 0
+
+    def kernel(self, *axes: tuple[str, int], suffix: str = WEIGHT) -> nnx.Param:
+        """A stack of matrices, axes given as (name, size) with input and output last."""
+        return self._normal(axes, suffix, transposed=True)
+
+    def table(self, *axes: tuple[str, int]) -> nnx.Param:
+        """A table that is looked up by its first axis."""
+        return self._normal(axes, WEIGHT, transposed=False)
+
+    def ones(self, *axes: tuple[str, int]) -> nnx.Param:
+        """A norm weight."""
+        return self.full(1.0, *axes, suffix=WEIGHT)
+
+    def full(self, value: float, *axes: tuple[str, int], suffix: str = "", kind: type = nnx.Param):
+        """A tensor that starts constant."""
+        names, shape = self._stacked(axes)
+        return self._variable(kind, jnp.full(shape, value), names, suffix, transposed=False)
+
+    def buffer(self, kind: type, value: jax.Array, *names: str):
+        """A tensor that no optimizer sees; `value` has the layer axis already."""
+        stack = ("layers",) if self.layers else ()
+        return self._variable(kind, value, (*stack, *names), "", transposed=False)
+
+    def _stacked(self, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        axes = ((("layers", self.layers),) if self.layers else ()) + axes
+        return tuple(name for name, _ in axes), tuple(size for _, size in axes)
+
+    def _normal(self, axes: tuple[tuple[str, int], ...], suffix: str, transposed: bool) -> nnx.Param:
+        names, shape = self._stacked(axes)
+        value = self.std * jax.random.normal(self.rngs.params(), shape)
+        return self._variable(nnx.Param, value, names, suffix, transposed)
+
+    @staticmethod
+    def _variable(kind: type, value: jax.Array, names: tuple[str, ...], suffix: str, transposed: bool):
+        value = jax.reshard(value, param_spec(names, value.shape))
+        return kind(value, axes=names, suffix=suffix, transposed=transposed)
+
+
+def whole(w: nnx.Param, dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """A parameter gathered from the devices that share it, for use in `dtype`.
+
+    Parameters are stored split (ZeRO-3 style); the gradient of this gather is a reduce-scatter.
+    """
+    return jax.reshard(w[...].astype(dtype), jax.P())
+
+
+def linear(x: jax.Array, w: nnx.Param, dtype: jnp.dtype) -> jax.Array:
+    """x [..., in] times w [in, out] with operands in `dtype`."""
+    return jnp.einsum("...i,io->...o", x.astype(dtype), whole(w, dtype))
+
+
+def rms_norm(x: jax.Array, eps: float, weight: nnx.Param | None = None) -> jax.Array:
+    """RMSNorm over the last axis in fp32, returned in x's type; without weight if there is none."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y if weight is None else y * whole(weight)).astype(x.dtype)

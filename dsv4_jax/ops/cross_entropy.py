@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-entropy from features and head, without the whole [B, S, V] array of logits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.mesh import BATCH
+
+
+def head_logits(h: jax.Array, head_DV: jax.Array) -> jax.Array:
+    """Logits of features h [..., D], fp32."""
+    return jnp.einsum(
+        "...d,dv->...v", h.astype(jnp.float32), head_DV.astype(jnp.float32), precision="highest"
+    )
+
+
+def cross_entropy(h_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array, chunk: int = 1024) -> jax.Array:
+    """Sum of the cross-entropies in nats over all targets that are not negative, a fp32 scalar.
+
+    Logits exist for `chunk` positions of a row at a time and are computed again in the backward pass.
+    """
+    head_DV = jax.reshard(head_DV, jax.P(None, None))
+
+    @functools.partial(
+        jax.shard_map,
+        in_specs=(jax.P(BATCH, "context"), jax.P(), jax.P(BATCH, "context")),
+        out_specs=jax.P(BATCH, "context"),
+    )
+    def local(h_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+        B, S = targets_BS.shape
+        C = min(chunk, S)
+        n = -(-S // C)
+        pad = n * C - S
+        h = jnp.pad(h_BSD, ((0, 0), (0, pad), (0, 0))).reshape(B, n, C, -1)
+        target = jnp.pad(targets_BS, ((0, 0), (0, pad)), constant_values=-1).reshape(B, n, C)
+
+        @jax.checkpoint
+        def one(xs):
+            h_BCD, target_BC = xs
+            logits = head_logits(h_BCD, head_DV)
+            picked = jnp.take_along_axis(logits, jnp.maximum(target_BC, 0)[..., None], axis=-1)[..., 0]
+            return jnp.where(target_BC >= 0, jax.nn.logsumexp(logits, axis=-1) - picked, 0.0)
+
+        losses = jax.lax.map(one, (jnp.moveaxis(h, 1, 0), jnp.moveaxis(target, 1, 0)))
+        return jnp.moveaxis(losses, 0, 1).reshape(B, n * C)[:, :S]
+
+    return local(h_BSD, head_DV, targets_BS).sum()

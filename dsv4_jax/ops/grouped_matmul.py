@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One matrix product per expert over rows sorted by expert, with a gradient that costs the same.
+
+XLA:CPU computes `ragged_dot` as a dense product of every row with every expert; the blocked form here
+does only the products that count (`benchmarks/grouped_matmul.py`). TPU and GPU use `ragged_dot`.
+"""
+
+import functools
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.mesh import varying
+
+Impl = Literal["auto", "blocked", "ragged"]
+BLOCK = 128  # rows of one product of the blocked form
+
+# x [N, D] rows of group g times y [N, F] rows of group g -> [G, D, F]
+_OUTER = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
+)
+
+
+def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl = "auto") -> jax.Array:
+    """Rows of group g of `x` times `w[g]`.
+
+    Args:
+        x: [N, D], the rows of group 0 first, then those of group 1, ...
+        w: [G, D, F].
+        sizes: int [G], rows of each group; their sum is at most N.
+        impl: which form; auto takes the fast one of the default backend.
+
+    Returns:
+        [N, F] in x's type, accumulated in fp32; rows past the last group are zero, and send and get
+        no gradient. An empty group's matrix gets a zero gradient.
+    """
+    if impl == "auto":
+        impl = "blocked" if jax.default_backend() == "cpu" else "ragged"
+    return _grouped(x, varying(w, x), sizes, impl)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl) -> jax.Array:
+    if impl == "blocked":
+        return _blocked_rows(x, w, sizes)
+    y = jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)
+
+
+def _forward(x, w, sizes, impl):
+    return _grouped(x, w, sizes, impl), (x, w, sizes)
+
+
+def _backward(impl, saved, dy):
+    x, w, sizes = saved
+    dx = _grouped(dy, jnp.swapaxes(w, 1, 2), sizes, impl)
+    if impl == "blocked":
+        dw = _blocked_outer(x, dy, sizes)
+    else:
+        dw = jax.lax.ragged_dot_general(x, dy, sizes, _OUTER, preferred_element_type=jnp.float32)
+    return dx, dw.astype(w.dtype), None
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+def _block_table(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Cuts every group into blocks of at most BLOCK rows: group, first row and end of each, and count."""
+    most = -(-rows // BLOCK) + sizes.shape[0]  # no more blocks than this, whatever the sizes
+    blocks = -(-sizes // BLOCK)
+    upto, ends = jnp.cumsum(blocks), jnp.cumsum(sizes)
+    group = jnp.searchsorted(upto, jnp.arange(most), side="right")
+    group = jnp.minimum(group, sizes.shape[0] - 1)
+    first = (ends - sizes)[group] + (jnp.arange(most) - (upto - blocks)[group]) * BLOCK
+    return group, first, ends[group], upto[-1]
+
+
+def _blocked_rows(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    N, F = x.shape[0], w.shape[2]
+    group, first, _, count = _block_table(sizes, N)
+    x = jnp.pad(x, ((0, BLOCK), (0, 0)))
+
+    def step(b: jax.Array, y: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_slice_in_dim(x, first[b], BLOCK)
+        out = jnp.matmul(rows, w[group[b]], preferred_element_type=jnp.float32)
+        # A group's last block runs over into the next group, whose own first block comes later.
+        return jax.lax.dynamic_update_slice_in_dim(y, out.astype(y.dtype), first[b], axis=0)
+
+    y = jax.lax.fori_loop(0, count, step, varying(jnp.zeros((N + BLOCK, F), x.dtype), x, w, sizes))[:N]
+    return jnp.where((jnp.arange(N) < sizes.sum())[:, None], y, 0)
+
+
+def _blocked_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
+    """x^T dy of every group, fp32 [G, D, F]."""
+    group, first, end, count = _block_table(sizes, x.shape[0])
+    x, dy = (jnp.pad(a, ((0, BLOCK), (0, 0))) for a in (x, dy))
+
+    def step(b: jax.Array, dw: jax.Array) -> jax.Array:
+        rows, drows = (jax.lax.dynamic_slice_in_dim(a, first[b], BLOCK) for a in (x, dy))
+        own = first[b] + jnp.arange(BLOCK) < end[b]
+        part = jnp.matmul(jnp.where(own[:, None], rows, 0).T, drows, preferred_element_type=jnp.float32)
+        return dw.at[group[b]].add(part)
+
+    start = jnp.zeros((sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, count, step, varying(start, x, dy, sizes))
