@@ -7,23 +7,12 @@ at those and never at a version.
 """
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
+from dsv4_jax.validate import ConfigError, Section, from_fields
+
 CSA_RATIO = 4  # the official code turns overlap and indexer on for this ratio and for no other
-
-AttentionMode = Literal["dense", "warmup", "sparse"]
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message names the key, what was found and a remedy."""
-
-
-def nearest(key: str, valid: Iterable[str]) -> str:
-    """The tail of an error message: the valid key that looks most like `key`, if one does."""
-    close = difflib.get_close_matches(key, list(valid), n=1, cutoff=0.5)
-    return f"; the nearest valid key is {close[0]!r}" if close else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +29,7 @@ class LayerSpec:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """A DeepSeek-V4 model. Defaults are DeepSeek-V4-Flash without its sizes.
 
     Raises:
@@ -112,7 +101,7 @@ class ModelConfig:
     """Epsilon of the hyper-connections' gates and of Sinkhorn."""
     norm_eps: float = 1e-6
     """Epsilon of every RMSNorm."""
-    attention: AttentionMode = "sparse"
+    attention: Literal["dense", "warmup", "sparse"] = "sparse"
     """Stage of the CSA layers: `dense` attends to every visible entry and leaves the indexer alone,
     `warmup` does so and trains the indexer only, `sparse` attends to the indexer's top-k."""
     init_std: float = 0.02
@@ -132,39 +121,33 @@ class ModelConfig:
     select: Literal["auto", "masked", "gathered"] = "auto"
     """How a query reads its top-k entries: all entries under a mask, or its own gathered. auto: by cost."""
 
-    def __post_init__(self) -> None:
-        positive = """vocab_size dim n_layers n_heads head_dim rope_head_dim q_lora_rank o_groups
-            o_lora_rank moe_inter_dim n_routed_experts n_activated_experts window_size index_n_heads
-            index_head_dim index_topk hc_mult hc_sinkhorn_iters original_seq_len attention_block
-            rope_theta compress_rope_theta rope_factor norm_eps hc_eps init_std route_scale"""
-        for key in positive.split():
-            self._need(key, getattr(self, key) > 0, "must be above 0")
-        self._need("swiglu_limit", self.swiglu_limit >= 0, "must be 0 (off) or above")
-        self._need("n_heads", self.n_heads % self.o_groups == 0, f"must be a multiple of o_groups = {self.o_groups}")
-        self._need("rope_head_dim", self.rope_head_dim % 2 == 0, "must be even")
+    def check(self) -> None:
+        self.need_positive(
+            """vocab_size dim n_layers n_heads head_dim rope_head_dim q_lora_rank o_groups o_lora_rank
+            moe_inter_dim n_routed_experts n_activated_experts window_size index_n_heads index_head_dim
+            index_topk hc_mult hc_sinkhorn_iters original_seq_len attention_block rope_theta
+            compress_rope_theta rope_factor norm_eps hc_eps init_std route_scale"""
+        )
+        need = self.need
+        need("swiglu_limit", self.swiglu_limit >= 0, "must be 0 (off) or above")
+        need("n_heads", self.n_heads % self.o_groups == 0, f"must be a multiple of o_groups = {self.o_groups}")
+        need("rope_head_dim", self.rope_head_dim % 2 == 0, "must be even")
         for key in ("head_dim", "index_head_dim"):
             enough = getattr(self, key) >= self.rope_head_dim
-            self._need(key, enough, f"must be at least rope_head_dim = {self.rope_head_dim}")
+            need(key, enough, f"must be at least rope_head_dim = {self.rope_head_dim}")
         fits = self.n_activated_experts <= self.n_routed_experts
-        self._need("n_activated_experts", fits, f"must be at most n_routed_experts = {self.n_routed_experts}")
-        self._need("n_hash_layers", 0 <= self.n_hash_layers <= self.n_layers, f"must be 0 to n_layers = {self.n_layers}")
-        self._need("n_mtp_layers", self.n_mtp_layers in (0, 1), "must be 0 or 1")
-        self._need("beta_fast", self.beta_fast > self.beta_slow > 0, f"must be above beta_slow = {self.beta_slow} > 0")
+        need("n_activated_experts", fits, f"must be at most n_routed_experts = {self.n_routed_experts}")
+        need("n_hash_layers", 0 <= self.n_hash_layers <= self.n_layers, f"must be 0 to n_layers = {self.n_layers}")
+        need("n_mtp_layers", self.n_mtp_layers in (0, 1), "must be 0 or 1")
+        need("beta_fast", self.beta_fast > self.beta_slow > 0, f"must be above beta_slow = {self.beta_slow} > 0")
         ratios, blocks = self.compress_ratios, self.n_layers + self.n_mtp_layers
         if len(ratios) != blocks:
             raise ConfigError(
                 f"model.compress_ratios has {len(ratios)} entries, expected {blocks}: one for each of "
                 f"n_layers = {self.n_layers} layers, then n_mtp_layers = {self.n_mtp_layers} for the MTP block"
             )
-        self._need("compress_ratios", all(r >= 0 for r in ratios), "must hold no negative ratio")
-        # fmt: off
-        self._need("compress_ratios", all(r == 0 for r in ratios[self.n_layers:]),
-                   "must end with 0: the MTP block has no compressor")
-        # fmt: on
-
-    def _need(self, key: str, ok: bool, rule: str) -> None:
-        if not ok:
-            raise ConfigError(f"model.{key} = {getattr(self, key)!r} {rule}")
+        need("compress_ratios", min(ratios) >= 0, "must hold no negative ratio")
+        need("compress_ratios", not any(ratios[self.n_layers :]), "must end with 0: the MTP block has no compressor")
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
@@ -194,17 +177,11 @@ def model_config_from_official(fields: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ConfigError: naming the unknown, missing or unusable field.
     """
-    known = {f.name for f in dataclasses.fields(ModelConfig)}
     values: dict[str, Any] = {}
     for key, value in fields.items():
-        if key in known:
-            values[key] = tuple(value) if key == "compress_ratios" else value
-        elif key in _FIXED:
+        if key in _FIXED:
             if value != _FIXED[key]:
                 raise ConfigError(f"{key} = {value!r} is not supported, expected {_FIXED[key]!r}")
         elif key not in _STORAGE:
-            raise ConfigError(f"unknown field {key!r} in the official configuration{nearest(key, known)}")
-    required = {f.name for f in dataclasses.fields(ModelConfig) if f.default is dataclasses.MISSING}
-    if missing := sorted(required - values.keys()):
-        raise ConfigError(f"the official configuration lacks {', '.join(missing)}")
-    return ModelConfig(**values)
+            values[key] = tuple(value) if key == "compress_ratios" else value
+    return from_fields(ModelConfig, values, "the official configuration")

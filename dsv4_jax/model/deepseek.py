@@ -121,6 +121,7 @@ class DeepSeek(nnx.Module):
         following: jax.Array | None = None,
         forced_experts: Sequence[jax.Array] | None = None,
         streams: bool = False,
+        with_mtp: bool = True,
     ) -> Features:
         """Features for the head, and what the layers tell.
 
@@ -129,11 +130,13 @@ class DeepSeek(nnx.Module):
             following: int [B, S], the token after each one, which the MTP block reads. If absent it
                 is taken from `ids` inside each document (after the last comes the first).
             streams: also tell the `streams` after each layer.
+            with_mtp: run the MTP block, if there is one.
         """
         cfg = self.cfg
         ids, segment_ids, forced_experts = self._checked(ids, segment_ids, forced_experts)
         at = tables(cfg, jax.reshard(segment_ids, row_spec(2)))
-        if following is None and self.mtp:
+        mtp_blocks = list(self.mtp) if with_mtp else []
+        if following is None and mtp_blocks:
             shift = jax.shard_map(next_ids, in_specs=row_spec(2), out_specs=row_spec(2))
             following = jax.reshard(shift(jax.reshard(ids, row_spec(2)), at.docs), act_spec(2))
         dtype = _dtype(cfg)
@@ -152,7 +155,7 @@ class DeepSeek(nnx.Module):
                     layers[i] = jax.tree.map(lambda a, r=r: a[r], told[j])
         h = hyper.collapse_head(x_BSND, self.hc_head_fn, self.hc_head_base, self.hc_head_scale, cfg)
         mtp = None
-        for block in self.mtp:
+        for block in mtp_blocks:
             predict = jax.checkpoint(MTP.predict, static_argnums=(5,)) if cfg.remat == "full" else MTP.predict
             mtp, told = predict(block, x_BSND, self._embed(following, dtype), ids, at, dtype)
             layers.append(told)

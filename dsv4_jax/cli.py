@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: exit status 0 done, 1 the run failed, 2 bad usage or configuration."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dsv4_jax.config import Config, config_from_json, load_config
+from dsv4_jax.validate import ConfigError
+
+
+def exit_on_config_error(command: Callable[[], None]) -> None:
+    """Runs a command; a ConfigError becomes a short message on stderr and exit status 2."""
+    try:
+        command()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def train(arguments: Sequence[str] | None = None) -> None:
+    """`train.py CONFIG [--section.key value ...]`."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: train.py CONFIG [--section.key value ...]   (train.py CONFIG --help lists the keys)", file=sys.stderr)
+        sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
+
+    def command() -> None:
+        config = load_config(arguments[0], arguments[1:])
+        from dsv4_jax.train.loop import run
+
+        run(config)
+
+    exit_on_config_error(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """`python -m dsv4_jax COMMAND`."""
+    parser = argparse.ArgumentParser(prog="python -m dsv4_jax", description="Commands beside train.py.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser("plan", help="print a configuration's layers, parameters and objective")
+    plan.add_argument("config", help="a configuration file")
+    plan.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key value ...")
+    sample = commands.add_parser("sample", help="continue a prompt with a trained model")
+    sample.add_argument("run_dir", type=Path, help="folder of a run")
+    sample.add_argument("prompt", help="text to continue")
+    sample.add_argument("--bytes", type=int, default=256, help="bytes to add (default 256)")
+    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest byte (default 0.8)")
+    sample.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    args = parser.parse_args(arguments)
+    exit_on_config_error(lambda: _plan(args) if args.command == "plan" else _sample(args))
+
+
+def _plan(args: argparse.Namespace) -> None:
+    config = load_config(args.config, args.overrides)
+    from dsv4_jax.summary import describe_model, describe_objective
+    from dsv4_jax.train.step import objective_weights
+
+    print("\n".join([*describe_model(config.model), describe_objective(objective_weights(config))]))
+
+
+def _sample(args: argparse.Namespace) -> None:
+    path = args.run_dir / "config.json"
+    if not path.exists():
+        raise ConfigError(f"{args.run_dir} is not a run directory: it has no config.json")
+    config: Config = config_from_json(json.loads(path.read_text()))
+    from dsv4_jax.sample import sample
+    from dsv4_jax.train.checkpoint import load_model
+
+    text = sample(load_model(config), args.prompt.encode(), args.bytes, args.seed, args.temperature)
+    print(args.prompt + text.decode("utf-8", errors="replace"))

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of a run: one tree of frozen dataclasses, from a Python file and typed flags."""
+
+import contextlib
+import dataclasses
+import io
+import re
+import runpy
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.validate import ConfigError, Section, from_fields, nearest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """What the model reads."""
+
+    path: str = ""
+    """Text file or folder of text files to train on; empty: the Python standard library's source."""
+    seq_len: int = 512
+    """Positions S of a row, in tokens (bytes)."""
+    batch_size: int = 4
+    """Rows of a step."""
+    held_out: float = 0.02
+    """Share of the documents, chosen by a hash of their names, that evaluation reads and training does not."""
+
+    def check(self) -> None:
+        self.need_positive("seq_len batch_size")
+        self.need("held_out", 0 < self.held_out < 1, "must be between 0 and 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig(Section):
+    """AdamW with linear warm-up, constant rate and cosine decay."""
+
+    learning_rate: float = 3e-3
+    """Peak learning rate."""
+    end_learning_rate: float = 3e-4
+    """Learning rate of the last step."""
+    warmup_steps: int = 20
+    """Steps of linear warm-up from 0."""
+    decay_steps: int = 100
+    """Last steps, in which the rate falls along a cosine."""
+    b1: float = 0.9
+    """Decay of the first moment."""
+    b2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-20
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, times the learning rate."""
+    clip: float = 1.0
+    """Largest global norm of the gradient."""
+
+    def check(self) -> None:
+        self.need_positive("learning_rate eps clip")
+        for key in ("end_learning_rate", "warmup_steps", "decay_steps", "weight_decay"):
+            self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+        for key in ("b1", "b2"):
+            self.need(key, 0 <= getattr(self, key) < 1, "must be at least 0 and below 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig(Section):
+    """Weights of the losses beside the cross-entropy of the next token, whose weight is 1."""
+
+    mtp: float = 0.3
+    """Cross-entropy of the token after the next, from the MTP block."""
+    balance: float = 1e-4
+    """Sequence-wise balance of the experts, summed over learned layers."""
+    indexer: float = 1.0
+    """KL divergence from attention to the lightning indexer, summed over CSA layers."""
+
+    def check(self) -> None:
+        for key in ("mtp", "balance", "indexer"):
+            self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingConfig(Section):
+    """How the experts are kept balanced."""
+
+    bias_speed: float = 1e-3
+    """Step of the router biases after every optimizer step, against the sign of an expert's excess load."""
+
+    def check(self) -> None:
+        self.need("bias_speed", self.bias_speed >= 0, "must be 0 or above")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(Section):
+    """How long to run, and what to write when."""
+
+    steps: int = 200
+    """Optimizer steps in all."""
+    seed: int = 0
+    """Seed of the initial parameters, of the data's order and of the samples."""
+    run_dir: str = "runs/default"
+    """Folder of the run. The same command again resumes it."""
+    eval_every: int = 100
+    """Steps between evaluations on held-out documents; there is one at the end too."""
+    eval_batches: int = 16
+    """Batches of an evaluation; fewer if there is less held-out text."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints; there is one at the end too."""
+    keep: int = 2
+    """Checkpoints to keep."""
+    sample_bytes: int = 256
+    """Bytes to sample from the trained model at the end; 0: none."""
+
+    def check(self) -> None:
+        self.need_positive("steps eval_every eval_batches checkpoint_every keep")
+        for key in ("seed", "sample_bytes"):
+            self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    loss: LossConfig = LossConfig()
+    routing: RoutingConfig = RoutingConfig()
+    train: TrainConfig = TrainConfig()
+
+    def check(self) -> None:
+        model, optim, steps = self.model, self.optim, self.train.steps
+        if self.loss.mtp and not model.n_mtp_layers:
+            raise ConfigError(f"loss.mtp = {self.loss.mtp} needs an MTP block; set it to 0 or model.n_mtp_layers to 1")
+        if optim.warmup_steps + optim.decay_steps > steps:
+            raise ConfigError(
+                f"optim.warmup_steps + optim.decay_steps = {optim.warmup_steps + optim.decay_steps} "
+                f"exceeds train.steps = {steps}; shorten them or train longer"
+            )
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that the Python file at `path` makes, with command-line overrides.
+
+    Args:
+        path: a file that defines `config()`, which returns a `Config`.
+        overrides: `--section.key value` pairs, typed like the fields.
+
+    Raises:
+        ConfigError: for a file that does not give a `Config`, an unknown key (naming the nearest valid
+            one), a value of the wrong type or one that breaks a rule.
+    """
+    try:
+        config = runpy.run_path(str(path))["config"]()
+    except ConfigError:
+        raise
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}") from None
+    except TypeError as error:
+        unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+        sections = {c.__name__: c for c in (ModelConfig, *Section.__subclasses__())}
+        if unknown and unknown[1] in sections:
+            valid = [f.name for f in dataclasses.fields(sections[unknown[1]])]
+            raise ConfigError(f"{path}: unknown field {unknown[2]!r} of {unknown[1]}{nearest(unknown[2], valid)}") from None
+        raise ConfigError(f"{path}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
+    if not isinstance(config, Config):
+        raise ConfigError(f"{path}: config() must return a dsv4_jax.config.Config, found {type(config).__name__}")
+    return _override(config, overrides)
+
+
+def config_from_json(tree: dict[str, Any]) -> Config:
+    """The configuration that a run directory's config.json holds.
+
+    Raises:
+        ConfigError: if a field is unknown, missing or unusable.
+    """
+    sections: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(Config).items():
+        if name in tree:
+            values = {k: tuple(v) if isinstance(v, list) else v for k, v in tree[name].items()}
+            sections[name] = from_fields(hint, values, f"{name} of config.json")
+    return from_fields(Config, sections | {k: v for k, v in tree.items() if k not in sections}, "config.json")
+
+
+def keys(node: Any, prefix: str = "") -> list[str]:
+    """Every leaf key of a configuration, `section.key`."""
+    found: list[str] = []
+    for field in dataclasses.fields(node):
+        value, name = getattr(node, field.name), prefix + field.name
+        found += keys(value, name + ".") if dataclasses.is_dataclass(value) else [name]
+    return found
+
+
+def _override(config: Config, overrides: Sequence[str]) -> Config:
+    if not {"-h", "--help"} & set(overrides):
+        valid = keys(config)
+        for flag in (o for o in overrides if o.startswith("--")):
+            key = flag[2:].partition("=")[0].replace("-", "_")
+            negated = key.rpartition(".")[0] + "." + key.rpartition(".")[2].removeprefix("no_")
+            if key not in valid and negated not in valid:
+                raise ConfigError(f"unknown key {key!r}{nearest(key, valid)}")
+        # tyro prints its errors and exits; the text becomes the error of a library call.
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+                return tyro.cli(type(config), default=config, args=list(overrides))
+        except SystemExit:
+            words = re.sub(r"[─│╭╮╰╯]+|-{3,}", " ", said.getvalue())
+            words = re.split(r"Argument helptext|For full helptext", words)[0]
+            raise ConfigError(" ".join(words.split())) from None
+    return tyro.cli(type(config), default=config, args=list(overrides))

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continues a prompt with bytes drawn from the model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.data.text import BORDER
+from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.model.params import whole
+from dsv4_jax.ops.cross_entropy import head_logits
+
+
+def sample(model: DeepSeek, prompt: bytes, n: int, seed: int, temperature: float = 0.8) -> bytes:
+    """At most `n` bytes after `prompt`, which starts a document; fewer if the model ends it.
+
+    The whole row is computed again for every byte: right for a look at a small model.
+
+    Args:
+        temperature: divides the logits; 0 takes the most likely byte.
+    """
+    start = np.frombuffer(prompt, np.uint8).astype(np.int32)
+    ids = np.zeros((1, 1 + len(start) + n), np.int32)
+    ids[0, : 1 + len(start)] = [BORDER, *start]
+    out = np.asarray(_continue(model, jnp.asarray(ids), jnp.int32(1 + len(start)), seed, temperature))[0]
+    out = out[1 + len(start) :]
+    ends = np.flatnonzero(out >= BORDER)
+    return bytes(out[: ends[0] if len(ends) else n].astype(np.uint8))
+
+
+@jax.jit
+def _continue(model: DeepSeek, ids: jax.Array, first: jax.Array, seed: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Fills ids [1, L] from position `first` on; positions to the right of one do not change it."""
+    key = jax.random.key(seed)
+
+    def step(t: jax.Array, ids: jax.Array) -> jax.Array:
+        h = model.features(ids, with_mtp=False).h
+        h = jax.lax.dynamic_slice_in_dim(jax.reshard(h, jax.P()), t - 1, 1, axis=1)[0, 0]
+        logits = head_logits(h, whole(model.head))
+        noise = jax.random.gumbel(jax.random.fold_in(key, t), logits.shape)
+        token = jnp.argmax(logits + temperature * noise)
+        return jax.lax.dynamic_update_slice(ids, token.astype(ids.dtype)[None, None], (0, t))
+
+    return jax.lax.fori_loop(first, ids.shape[1], step, ids)

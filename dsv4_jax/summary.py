@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration amounts to, in lines of text: layers, parameters, objective."""
+
+import math
+
+import jax
+from flax import nnx
+
+from dsv4_jax.model.config import LayerSpec, ModelConfig
+from dsv4_jax.model.deepseek import DeepSeek
+
+
+def parameter_counts(cfg: ModelConfig) -> tuple[int, int]:
+    """Trainable parameters of the model, and how many of them one token uses (no array is made)."""
+    _, params, _ = nnx.split(jax.eval_shape(lambda: DeepSeek(cfg, rngs=nnx.Rngs(0))), nnx.Param, ...)
+    total = idle = 0
+    for _, variable in nnx.to_flat_state(params):
+        size = math.prod(variable.get_value().shape)
+        total += size
+        if "experts" in variable.axes:
+            idle += size * (cfg.n_routed_experts - cfg.n_activated_experts) // cfg.n_routed_experts
+    return total, total - idle
+
+
+def describe_model(cfg: ModelConfig) -> list[str]:
+    """Layer plan and parameter counts, a line each."""
+    model = jax.eval_shape(lambda: DeepSeek(cfg, rngs=nnx.Rngs(0)))
+    total, active = parameter_counts(cfg)
+    lines = [f"parameters  {total:,}, of which a token uses {active:,}"]
+    title = "layers"
+    for group in model.plan:
+        end = group.start + group.period * group.repeats
+        kinds = ", ".join(spec.name for spec in cfg.layer_specs[group.start : group.start + group.period])
+        span = f"{group.start}" if end == group.start + 1 else f"{group.start}-{end - 1}"
+        lines.append(f"{title:10}  {span:>6}  {group.repeats} x [{kinds}]")
+        title = ""
+    if cfg.n_mtp_layers:
+        lines.append(f"{'':10}  {'mtp':>6}  {LayerSpec(ratio=0, hashed=False).name}")
+    return [*lines, f"attention   {cfg.attention}, YaRN {'on' if cfg.yarn else 'off'}"]
+
+
+def describe_objective(weights: dict[str, float]) -> str:
+    """The objective as a sum."""
+    return "objective   " + " + ".join(name if w == 1 else f"{w:g} {name}" for name, w in weights.items())

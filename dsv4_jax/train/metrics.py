@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run writes and shows: metrics.jsonl, TensorBoard files, a live progress line."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboardX import SummaryWriter
+
+LINE = "loss {loss:.3f}  {tokens_per_s:,.0f} tok/s  lr {lr:.1e}"
+
+
+class MetricsWriter:
+    """Appends one JSON object a step to `metrics.jsonl` and the same scalars to TensorBoard files."""
+
+    def __init__(self, run_dir: Path, step: int):
+        """Opens the files of a run that continues after `step`; later lines, of a lost run, are dropped."""
+        path = run_dir / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        path.write_text("".join(line + "\n" for line in kept))
+        self._file = path.open("a")
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+
+    def write(self, scalars: dict[str, float]) -> None:
+        """Writes one step's scalars, of which `step` is one."""
+        self._file.write(json.dumps(scalars) + "\n")
+        self._file.flush()
+        for name, value in scalars.items():
+            self._board.add_scalar(name, value, int(scalars["step"]))
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+class Display:
+    """A live line on a terminal, a plain line every few seconds elsewhere."""
+
+    def __init__(self, console: Console, steps: int, done: int, every_s: float = 10.0):
+        self._console, self._steps, self._every_s, self._last = console, steps, every_s, 0.0
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[line]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=done, line="compiling")
+        self._start, self._first = time.monotonic(), done
+
+    def __enter__(self) -> "Display":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._progress.stop()
+
+    def update(self, scalars: dict[str, float]) -> None:
+        """Shows a finished step."""
+        line, step, now = LINE.format(**scalars), int(scalars["step"]), time.monotonic()
+        self._progress.update(self._task, completed=step, line=line)
+        if not self._console.is_terminal and (now - self._last > self._every_s or step == self._steps):
+            self._last = now
+            left = (now - self._start) / max(step - self._first, 1) * (self._steps - step)
+            self._console.print(f"step {step}/{self._steps}  {line}  ETA {left:.0f} s", highlight=False)

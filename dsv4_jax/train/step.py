@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step: batch -> losses -> gradients -> optimizer -> balance biases -> metrics."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from dsv4_jax.config import Config
+from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.model.params import RouterBias, whole
+from dsv4_jax.ops.cross_entropy import cross_entropy
+from dsv4_jax.train.state import TrainState, abstract_model, optimizer, schedule
+
+Metrics = dict[str, Any]
+
+
+def objective_weights(cfg: Config) -> dict[str, float]:
+    """Weight of every loss that the configuration puts into the objective, by name."""
+    weights = {"loss": 1.0, "mtp_loss": cfg.loss.mtp, "balance_loss": cfg.loss.balance}
+    if cfg.model.attention != "dense":
+        weights["indexer_loss"] = cfg.loss.indexer
+    if cfg.model.attention == "warmup":
+        weights = {"indexer_loss": cfg.loss.indexer}
+    return {name: weight for name, weight in weights.items() if weight}
+
+
+def losses(model: DeepSeek, batch: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Every loss of a batch, fp32 scalars by name, and the load [layers, E] of every layer's experts.
+
+    Each is a sum over the batch divided by how many targets or real tokens the whole batch has.
+    """
+    targets = batch["targets"]
+    out = model.features(batch["ids"], batch["segment_ids"], following=jnp.maximum(targets, 0))
+    head = whole(model.head)
+    real = jnp.maximum((batch["segment_ids"] > 0).sum(), 1)
+
+    def mean(h: jax.Array, targets: jax.Array) -> jax.Array:
+        return cross_entropy(h, head, targets) / jnp.maximum((targets >= 0).sum(), 1)
+
+    found = {"loss": mean(out.h, targets)}
+    if out.mtp is not None:
+        found["mtp_loss"] = mean(out.mtp, batch["mtp_targets"])
+    for name in ("balance", "indexer"):
+        found[f"{name}_loss"] = sum((told[name] for told in out.layers), jnp.zeros(())) / real
+    return found, jnp.stack([told["load"] for told in out.layers])
+
+
+def update_biases(model: DeepSeek, buffers: nnx.State, load_LE: jax.Array, speed: float) -> nnx.State:
+    """Router biases after a step: each moves by `speed` towards an even load (section 4.2.2).
+
+    b_e += speed * sign(mean load - load_e), from the tokens of the whole batch, padding excluded.
+    """
+    flat = []
+    for path, variable in nnx.to_flat_state(buffers):
+        if isinstance(variable, RouterBias):
+            if path[0] == "groups":
+                load = load_LE[jnp.array(model.plan[path[1]].layers(path[2]))]
+            else:  # the MTP block's load comes after the layers'
+                load = load_LE[model.cfg.n_layers + path[1]]
+            excess = load - load.mean(-1, keepdims=True)
+            variable = variable.replace(variable.get_value() - speed * jnp.sign(excess))
+        flat.append((path, variable))
+    return nnx.from_flat_state(flat)
+
+
+def gradient_norms(grads: nnx.State) -> dict[str, jax.Array]:
+    """Norm of every gradient by the parameter's path, fp32; one a layer ([layers]) for stacked ones."""
+    norms = {}
+    for path, variable in nnx.to_flat_state(grads):
+        axes = tuple(i for i, name in enumerate(variable.axes) if name != "layers")
+        g = variable.get_value().astype(jnp.float32)
+        norms[".".join(map(str, path))] = jnp.sqrt((g * g).sum(axes))
+    return norms
+
+
+def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, Metrics]]:
+    """The step as a pure function of state and batch, to be jitted with the state donated."""
+    tx, weights = optimizer(cfg), objective_weights(cfg)
+    rate = schedule(cfg.optim, cfg.train.steps)
+    graphdef = nnx.graphdef(abstract_model(cfg))
+
+    def objective(params: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array]):
+        found, load_LE = losses(nnx.merge(graphdef, params, buffers), batch)
+        return sum(weight * found[name] for name, weight in weights.items()), (found, load_LE)
+
+    def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
+        grad = jax.value_and_grad(objective, has_aux=True)
+        (total, (found, load_LE)), grads = grad(state.params, state.buffers, batch)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        model = nnx.merge(graphdef, params, state.buffers)
+        buffers = state.buffers
+        if cfg.model.attention != "warmup":
+            buffers = update_biases(model, buffers, load_LE, cfg.routing.bias_speed)
+        norms = gradient_norms(grads)
+        metrics = found | {
+            "objective": total,
+            "lr": rate(state.step),
+            "grad_norm": jnp.sqrt(sum((n * n).sum() for n in norms.values())),
+            "grad_norms": norms,
+            "load_max": (load_LE.max(-1) / jnp.maximum(load_LE.mean(-1), 1)).max(),
+            "tokens": (batch["segment_ids"] > 0).sum(),
+        }
+        return TrainState(params, buffers, opt_state, state.step + 1), metrics
+
+    return step
+
+
+def make_eval_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], tuple[jax.Array, jax.Array]]:
+    """Sum of the next-token cross-entropies of a batch, in nats, and the number of targets."""
+    graphdef = nnx.graphdef(abstract_model(cfg))
+
+    def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        model = nnx.merge(graphdef, state.params, state.buffers)
+        out = model.features(batch["ids"], batch["segment_ids"], with_mtp=False)
+        targets = batch["targets"]
+        return cross_entropy(out.h, whole(model.head), targets), (targets >= 0).sum()
+
+    return step

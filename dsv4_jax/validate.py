@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the configuration dataclasses share: the error they raise and how they check a field."""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+import typeguard
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the key, what was found and a remedy."""
+
+
+def nearest(key: str, valid: Iterable[str]) -> str:
+    """The tail of an error message: the valid key that looks most like `key`, if one does."""
+    close = difflib.get_close_matches(key, list(valid), n=1, cutoff=0.5)
+    return f"; the nearest valid key is {close[0]!r}" if close else ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """A section of the configuration: a frozen dataclass that checks its types when it is made.
+
+    Subclasses add their own rules in `check`, by calling `need`.
+
+    Raises:
+        ConfigError: for a value of the wrong type or one that breaks a rule.
+    """
+
+    @property
+    def prefix(self) -> str:
+        """How the section's keys start on the command line: `model.` for ModelConfig."""
+        return type(self).__name__.removesuffix("Config").lower() + "."
+
+    def __post_init__(self) -> None:
+        for key, hint in typing.get_type_hints(type(self)).items():
+            try:
+                typeguard.check_type(getattr(self, key), hint)
+            except typeguard.TypeCheckError as error:
+                raise ConfigError(f"{self.prefix}{key} = {getattr(self, key)!r}: {error}") from None
+        self.check()
+
+    def check(self) -> None:
+        """The section's own rules."""
+
+    def need(self, key: str, ok: bool, rule: str) -> None:
+        """Refuses the value of `key` unless `ok`."""
+        if not ok:
+            raise ConfigError(f"{self.prefix}{key} = {getattr(self, key)!r} {rule}")
+
+    def need_positive(self, keys: str) -> None:
+        """Refuses any of the keys (in one string) whose value is not above 0."""
+        for key in keys.split():
+            self.need(key, getattr(self, key) > 0, "must be above 0")
+
+
+def from_fields(cls: type[Any], values: dict[str, Any], where: str) -> Any:
+    """`cls(**values)`, with a ConfigError that names unknown and missing fields."""
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in values:
+        if key not in fields:
+            raise ConfigError(f"unknown field {key!r} in {where}{nearest(key, fields)}")
+    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
+    if missing:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}")
+    return cls(**values)

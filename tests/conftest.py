@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings that must stand before jax is imported, the mesh of all tests, and the golden models.
+
+Eight emulated devices for everybody, so that one process can run all tests; cheap compilation, since
+most of the time of these tests is compiling; and a cache of what was compiled before.
+"""
+
+import os
+import pathlib
+
+ROOT = pathlib.Path(__file__).parent.parent
+SETTINGS = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "8",
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+for _key, _value in SETTINGS.items():
+    os.environ.setdefault(_key, _value)
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from golden_models import Golden  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+from dsv4_jax.mesh import make_mesh  # noqa: E402
+
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
+settings.load_profile("default")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def mesh():
+    """One device under the three axes; tests of other meshes enter their own inside it."""
+    with jax.set_mesh(make_mesh()) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def flash() -> Golden:
+    """Window, CSA and HCA layers, two of them hashed, and an MTP block."""
+    return Golden("v4_flash_tiny")
+
+
+@pytest.fixture(scope="session")
+def pro() -> Golden:
+    """Starts with HCA layers; its SwiGLU limit of 1 makes the clamp work."""
+    return Golden("v4_pro_tiny")
+
+
+@pytest.fixture(scope="session", params=["flash", "pro"])
+def golden(request) -> Golden:
+    """Each golden model."""
+    return request.getfixturevalue(request.param)
