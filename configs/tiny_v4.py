@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V4 in miniature: every kind of layer, trained on the Python standard library's source.
 
-    python train.py configs/tiny_v4.py
+python train.py configs/tiny_v4.py
 """
 
 from dsv4_jax.config import Config, DataConfig, ModelConfig, OptimConfig, TrainConfig

@@ -24,7 +24,9 @@ def train(arguments: Sequence[str] | None = None) -> None:
     """`train.py CONFIG [--section.key value ...]`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or arguments[0].startswith("-"):
-        print("usage: train.py CONFIG [--section.key value ...]   (train.py CONFIG --help lists the keys)", file=sys.stderr)
+        print(
+            "usage: train.py CONFIG [--section.key value ...]; train.py CONFIG --help lists the keys", file=sys.stderr
+        )
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
 
     def command() -> None:

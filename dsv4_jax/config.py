@@ -30,7 +30,7 @@ class DataConfig(Section):
     held_out: float = 0.02
     """Share of the documents, chosen by a hash of their names, that evaluation reads and training does not."""
 
-    def check(self) -> None:
+    def _check(self) -> None:
         self.need_positive("seq_len batch_size")
         self.need("held_out", 0 < self.held_out < 1, "must be between 0 and 1")
 
@@ -42,9 +42,9 @@ class OptimConfig(Section):
     learning_rate: float = 3e-3
     """Peak learning rate."""
     end_learning_rate: float = 3e-4
-    """Learning rate of the last step."""
+    """Learning rate that the decay ends with."""
     warmup_steps: int = 20
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up: step t of these, from 1, has t / warmup_steps of the peak rate."""
     decay_steps: int = 100
     """Last steps, in which the rate falls along a cosine."""
     b1: float = 0.9
@@ -58,7 +58,7 @@ class OptimConfig(Section):
     clip: float = 1.0
     """Largest global norm of the gradient."""
 
-    def check(self) -> None:
+    def _check(self) -> None:
         self.need_positive("learning_rate eps clip")
         for key in ("end_learning_rate", "warmup_steps", "decay_steps", "weight_decay"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
@@ -77,7 +77,7 @@ class LossConfig(Section):
     indexer: float = 1.0
     """KL divergence from attention to the lightning indexer, summed over CSA layers."""
 
-    def check(self) -> None:
+    def _check(self) -> None:
         for key in ("mtp", "balance", "indexer"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
 
@@ -89,7 +89,7 @@ class RoutingConfig(Section):
     bias_speed: float = 1e-3
     """Step of the router biases after every optimizer step, against the sign of an expert's excess load."""
 
-    def check(self) -> None:
+    def _check(self) -> None:
         self.need("bias_speed", self.bias_speed >= 0, "must be 0 or above")
 
 
@@ -114,7 +114,7 @@ class TrainConfig(Section):
     sample_bytes: int = 256
     """Bytes to sample from the trained model at the end; 0: none."""
 
-    def check(self) -> None:
+    def _check(self) -> None:
         self.need_positive("steps eval_every eval_batches checkpoint_every keep")
         for key in ("seed", "sample_bytes"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
@@ -131,7 +131,7 @@ class Config(Section):
     routing: RoutingConfig = RoutingConfig()
     train: TrainConfig = TrainConfig()
 
-    def check(self) -> None:
+    def _check(self) -> None:
         model, optim, steps = self.model, self.optim, self.train.steps
         if self.loss.mtp and not model.n_mtp_layers:
             raise ConfigError(f"loss.mtp = {self.loss.mtp} needs an MTP block; set it to 0 or model.n_mtp_layers to 1")
@@ -164,7 +164,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         sections = {c.__name__: c for c in (ModelConfig, *Section.__subclasses__())}
         if unknown and unknown[1] in sections:
             valid = [f.name for f in dataclasses.fields(sections[unknown[1]])]
-            raise ConfigError(f"{path}: unknown field {unknown[2]!r} of {unknown[1]}{nearest(unknown[2], valid)}") from None
+            what = f"unknown field {unknown[2]!r} of {unknown[1]}{nearest(unknown[2], valid)}"
+            raise ConfigError(f"{path}: {what}") from None
         raise ConfigError(f"{path}: {error}") from error
     except Exception as error:
         raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error

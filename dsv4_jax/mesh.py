@@ -27,12 +27,8 @@ def make_mesh(data: int = 1, expert: int = 1, context: int = 1) -> jax.sharding.
     """
     need = data * expert * context
     if need > jax.device_count():
-        raise ValueError(
-            f"a mesh of {data} x {expert} x {context} needs {need} devices, found {jax.device_count()}"
-        )
-    return jax.make_mesh(
-        (data, expert, context), AXES, (AxisType.Explicit,) * 3, devices=jax.devices()[:need]
-    )
+        raise ValueError(f"a mesh of {data} x {expert} x {context} needs {need} devices, found {jax.device_count()}")
+    return jax.make_mesh((data, expert, context), AXES, (AxisType.Explicit,) * 3, devices=jax.devices()[:need])
 
 
 def ensure_mesh() -> contextlib.AbstractContextManager[Any]:

@@ -24,7 +24,7 @@ def nearest(key: str, valid: Iterable[str]) -> str:
 class Section:
     """A section of the configuration: a frozen dataclass that checks its types when it is made.
 
-    Subclasses add their own rules in `check`, by calling `need`.
+    Subclasses add their own rules in `_check`, by calling `need`.
 
     Raises:
         ConfigError: for a value of the wrong type or one that breaks a rule.
@@ -41,9 +41,9 @@ class Section:
                 typeguard.check_type(getattr(self, key), hint)
             except typeguard.TypeCheckError as error:
                 raise ConfigError(f"{self.prefix}{key} = {getattr(self, key)!r}: {error}") from None
-        self.check()
+        self._check()
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """The section's own rules."""
 
     def need(self, key: str, ok: bool, rule: str) -> None:

@@ -33,7 +33,7 @@ class Pieces(Sequence[Batch]):
     def __len__(self) -> int:
         return self.ends[-1]
 
-    def __getitem__(self, index: Any) -> Batch:
+    def __getitem__(self, index: Any) -> Any:
         d = bisect.bisect_right(self.ends, index)
         first = (index - (self.ends[d - 1] if d else 0)) * self.seq_len
         tokens = np.append(self.documents[d].tokens, np.int32(-1))

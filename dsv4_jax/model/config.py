@@ -24,6 +24,7 @@ class LayerSpec:
 
     @property
     def name(self) -> str:
+        """The layer's kind in a word or two, as start-up prints it."""
         kind = {0: "window", CSA_RATIO: f"csa/{CSA_RATIO}"}.get(self.ratio, f"hca/{self.ratio}")
         return f"{kind} {'hash' if self.hashed else 'learned'}"
 
@@ -121,7 +122,7 @@ class ModelConfig(Section):
     select: Literal["auto", "masked", "gathered"] = "auto"
     """How a query reads its top-k entries: all entries under a mask, or its own gathered. auto: by cost."""
 
-    def check(self) -> None:
+    def _check(self) -> None:
         self.need_positive(
             """vocab_size dim n_layers n_heads head_dim rope_head_dim q_lora_rank o_groups o_lora_rank
             moe_inter_dim n_routed_experts n_activated_experts window_size index_n_heads index_head_dim

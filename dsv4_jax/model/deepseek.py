@@ -11,7 +11,7 @@ from flax import nnx
 
 from dsv4_jax.mesh import act_spec, ensure_mesh, row_spec
 from dsv4_jax.model import hyper
-from dsv4_jax.model.attention import Tables, tables
+from dsv4_jax.model.attention import tables
 from dsv4_jax.model.block import MTP, Block
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.params import Params, rms_norm, whole
@@ -156,10 +156,21 @@ class DeepSeek(nnx.Module):
         h = hyper.collapse_head(x_BSND, self.hc_head_fn, self.hc_head_base, self.hc_head_scale, cfg)
         mtp = None
         for block in mtp_blocks:
+            assert following is not None  # made above
             predict = jax.checkpoint(MTP.predict, static_argnums=(5,)) if cfg.remat == "full" else MTP.predict
             mtp, told = predict(block, x_BSND, self._embed(following, dtype), ids, at, dtype)
             layers.append(told)
         return Features(rms_norm(h, cfg.norm_eps, self.norm), mtp, layers)
+
+    def layers_of(self, path: tuple[Any, ...]) -> range:
+        """Numbers of the layers that the variable at `path` belongs to: several if they are stacked.
+
+        The MTP block's number follows the last layer's. Empty for what is in no layer.
+        """
+        if path[0] == "groups":
+            return self.plan[path[1]].layers(path[2])
+        first = self.cfg.n_layers + path[1] if path[0] == "mtp" else 0
+        return range(first, first + (path[0] == "mtp"))
 
     def _embed(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
         return whole(self.embed, dtype).at[ids].get(out_sharding=act_spec(3))

@@ -6,8 +6,8 @@ axis is the layer) and that a layer's experts are one array. Kernels are transpo
 (`wo_a`) is rows below rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,24 +17,31 @@ from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import HashTable
 
 
-def _walk(model: DeepSeek, tree: Any) -> Iterator[tuple[nnx.Variable, list[str], Callable[[int], tuple]]]:
-    """For every variable of `tree` (the model or a state like it): it, names, and each name's index."""
+class _Entry(NamedTuple):
+    """A variable, its official names, and the index of each name's tensor in the variable's value."""
+
+    variable: Any
+    names: list[str]
+    indices: list[tuple[int, ...]]
+
+
+def _walk(model: DeepSeek, tree: Any) -> Iterator[_Entry]:
+    """The variables of `tree`, which is the model or a state laid out like it."""
+    path: tuple[Any, ...]
     for path, variable in nnx.to_flat_state(nnx.state(tree) if isinstance(tree, nnx.Module) else tree):
-        name = ".".join(str(p) for p in path) + variable.suffix
-        names, indices = [name], [()]
+        names, indices = [".".join(map(str, path)) + variable.suffix], [()]
         if path[0] == "groups":
-            _, g, j, *rest = path
-            rest = ".".join(rest) + variable.suffix
-            layers = model.plan[g].layers(j)
+            layers = model.layers_of(path)
+            rest = ".".join(map(str, path[3:])) + variable.suffix
             names, indices = [f"layers.{i}.{rest}" for i in layers], [(r,) for r in range(len(layers))]
         if "experts" in variable.axes:
             n = variable.get_value().shape[variable.axes.index("experts")]
-            indices = [(*i, e) for i in indices for e in range(n)]
             names = [name.replace(".experts.", f".experts.{e}.") for name in names for e in range(n)]
-        yield variable, names, indices
+            indices = [(*i, e) for i in indices for e in range(n)]
+        yield _Entry(variable, names, indices)
 
 
-def _to_official(variable: nnx.Variable, x: Any) -> Any:
+def _to_official(variable: Any, x: Any) -> Any:
     """One tensor in the official orientation: [..., in, out] becomes [rows of out, in]."""
     if not variable.transposed:
         return x

@@ -129,7 +129,7 @@ def attend(
         block: queries handled at a time.
         select: all entries under a mask, or each query's own gathered; auto takes the cheaper.
     """
-    B, S, H, K = q_BSHK.shape
+    B, S, _, K = q_BSHK.shape
     M = 0 if entries_BMK is None else entries_BMK.shape[1]
     if M == 0:
         entries_BMK, at, index = None, None, None
@@ -167,19 +167,17 @@ def attend(
 
         allowed = (at.end_BM[:, None] <= t[:, None]) & (at.start_BM[:, None] >= first_BT[..., None])
         score = topk = None
+        entries, letters = entries_BMK, "bmk"
         if index is not None:
             score = index_scores(index_q, index_w, index.k_BMJ)
             if k:
                 topk = _topk(score, allowed, k)
-        if topk is not None and gathered:
-            allowed, pick = topk >= 0, jnp.maximum(topk, 0)
-            score = jnp.take_along_axis(score, pick, axis=2)
-            entries = jax.vmap(lambda e_MK, i_Tk: e_MK[i_Tk])(entries_BMK, pick)  # [B, T, k, K]
-            letters = "btmk"
-        else:
-            if topk is not None and k < M:
+            if topk is not None and gathered:
+                allowed, pick = topk >= 0, jnp.maximum(topk, 0)
+                score = jnp.take_along_axis(score, pick, axis=2)
+                entries, letters = jax.vmap(lambda e_MK, i_Tk: e_MK[i_Tk])(entries_BMK, pick), "btmk"
+            elif topk is not None and k < M:
                 allowed = _one_of(topk, M)
-            entries, letters = entries_BMK, "bmk"
         far = logits(f"bthk,{letters}->bhtm", entries, allowed)
         p, p_far = _softmax_with_sink((near, far), sink_H)
         o = jnp.einsum("bhtu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)

@@ -11,9 +11,7 @@ from dsv4_jax.mesh import BATCH
 
 def head_logits(h: jax.Array, head_DV: jax.Array) -> jax.Array:
     """Logits of features h [..., D], fp32."""
-    return jnp.einsum(
-        "...d,dv->...v", h.astype(jnp.float32), head_DV.astype(jnp.float32), precision="highest"
-    )
+    return jnp.einsum("...d,dv->...v", h.astype(jnp.float32), head_DV.astype(jnp.float32), precision="highest")
 
 
 def cross_entropy(h_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array, chunk: int = 1024) -> jax.Array:

@@ -2,6 +2,7 @@
 """Checkpoints of a run with orbax: the state and the data's position, saved and restored together."""
 
 from pathlib import Path
+from typing import Any
 
 import grain
 import jax
@@ -19,8 +20,8 @@ class Checkpoints:
     """The checkpoints in a folder, of which the newest `keep` are kept."""
 
     def __init__(self, folder: Path, keep: int):
-        policy = ocp.training.preservation_policies.LatestN(keep)
-        self._checkpointer = ocp.training.Checkpointer(folder.absolute(), preservation_policy=policy)
+        policy: Any = ocp.training.preservation_policies.LatestN(keep)
+        self._checkpointer = ocp.training.Checkpointer(str(folder.absolute()), preservation_policy=policy)
 
     @property
     def latest(self) -> int | None:

@@ -2,6 +2,7 @@
 """The training loop: set up, resume, then fetch, step, log, save; at the end evaluate and sample."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -120,11 +121,12 @@ def _read(cfg: Config) -> tuple[grain.DatasetIterator, list[Batch], str]:
     """The endless training batches, the evaluation's batches, and a line about both."""
     if cfg.model.vocab_size < VOCAB_SIZE:
         raise ConfigError(
-            f"model.vocab_size = {cfg.model.vocab_size} must be at least {VOCAB_SIZE}: 256 bytes and the document border"
+            f"model.vocab_size = {cfg.model.vocab_size} must be at least {VOCAB_SIZE}: "
+            "256 bytes and the document border"
         )
     train, held_out = split(read_documents(cfg.data.path), cfg.data.held_out)
-    shape = {"seq_len": cfg.data.seq_len, "rows": cfg.data.batch_size}
-    held_out_batches = batches(held_out, seed=0, repeat=False, **shape)
+    make = functools.partial(batches, seq_len=cfg.data.seq_len, rows=cfg.data.batch_size)
+    held_out_batches = make(held_out, seed=0, repeat=False)
     evaluation = list(itertools.islice(held_out_batches, cfg.train.eval_batches))
     if not evaluation:
         raise ConfigError(
@@ -136,7 +138,7 @@ def _read(cfg: Config) -> tuple[grain.DatasetIterator, list[Batch], str]:
         return f"{len(documents):,} documents, {sum(len(d.text) for d in documents) / 1e6:.2f} MB"
 
     line = f"data        {size(train)} to train on; {size(held_out)} held out"
-    return iter(batches(train, seed=cfg.train.seed, **shape)), evaluation, line
+    return iter(make(train, seed=cfg.train.seed)), evaluation, line
 
 
 def _claim(cfg: Config, run_dir: Path) -> None:
@@ -152,7 +154,7 @@ def _claim(cfg: Config, run_dir: Path) -> None:
         ]
         if changed:
             raise ConfigError(
-                f"{run_dir} holds a run of another model; choose another train.run_dir or undo\n  " + "\n  ".join(changed)
+                "\n  ".join([f"{run_dir} holds another model's run; choose another train.run_dir or undo", *changed])
             )
     run_dir.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(resolved, indent=2) + "\n")

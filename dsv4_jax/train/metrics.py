@@ -33,6 +33,7 @@ class MetricsWriter:
             self._board.add_scalar(name, value, int(scalars["step"]))
 
     def close(self) -> None:
+        """Closes the files."""
         self._file.close()
         self._board.close()
 

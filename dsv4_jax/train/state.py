@@ -36,7 +36,7 @@ def schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
     flat = steps - cfg.warmup_steps - cfg.decay_steps
     return optax.join_schedules(
         [
-            optax.linear_schedule(0.0, cfg.learning_rate, max(cfg.warmup_steps, 1)),
+            lambda step: cfg.learning_rate * (step + 1) / max(cfg.warmup_steps, 1),
             optax.constant_schedule(cfg.learning_rate),
             optax.cosine_decay_schedule(
                 cfg.learning_rate, max(cfg.decay_steps, 1), alpha=cfg.end_learning_rate / cfg.learning_rate

@@ -57,12 +57,9 @@ def update_biases(model: DeepSeek, buffers: nnx.State, load_LE: jax.Array, speed
     flat = []
     for path, variable in nnx.to_flat_state(buffers):
         if isinstance(variable, RouterBias):
-            if path[0] == "groups":
-                load = load_LE[jnp.array(model.plan[path[1]].layers(path[2]))]
-            else:  # the MTP block's load comes after the layers'
-                load = load_LE[model.cfg.n_layers + path[1]]
-            excess = load - load.mean(-1, keepdims=True)
-            variable = variable.replace(variable.get_value() - speed * jnp.sign(excess))
+            bias = variable.get_value()
+            load = load_LE[jnp.array(model.layers_of(path))].reshape(bias.shape)
+            variable = variable.replace(bias - speed * jnp.sign(load - load.mean(-1, keepdims=True)))
         flat.append((path, variable))
     return nnx.from_flat_state(flat)
 
