@@ -155,8 +155,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     try:
         config = runpy.run_path(str(path))["config"]()
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}") from None
     except TypeError as error:

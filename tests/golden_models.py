@@ -101,11 +101,12 @@ class Golden:
     """A golden model, its numbers, and two compiled passes for its shape of ids (2 rows of 70)."""
 
     name: str
+    remat: str = "full"
 
     def __post_init__(self):
         self.spec, self.fields, self.arrays = golden_weights.read(self.name)
         self.weights = golden_weights.weights(self.spec)
-        self.cfg = ds.model_config_from_official(self.fields)
+        self.cfg = dataclasses.replace(ds.model_config_from_official(self.fields), remat=self.remat)
         self.model = loaded_model(self.cfg, self.weights)
         self.ids = self.arrays["ids"]
         self.forward = forward(collect=("streams",))

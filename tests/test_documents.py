@@ -18,9 +18,12 @@ SPARE = _ids[sum(LENGTHS) :]  # ids of no document, used for padding
 
 LAYOUTS = {
     "falling, padding right": ([40, 17, 7, 5, PADDING + 1], [16, 15, 4, 3, 1, PADDING + 31]),
-    "rising, padding between": ([PADDING + 2, 1, 3, 4, PADDING + 3, 16, 40, PADDING + 1], [17, PADDING + 9, 5, 7, 15, PADDING + 17]),
+    "rising, padding between": (
+        [PADDING + 2, 1, 3, 4, PADDING + 3, 16, 40, PADDING + 1],
+        [17, PADDING + 9, 5, 7, 15, PADDING + 17],
+    ),
     "padding left": ([PADDING + 13, 15, 1, 17, 3, 5, 16], [PADDING + 19, 7, 4, 40]),
-}  # fmt: skip
+}
 
 
 def pack(layout) -> tuple[np.ndarray, np.ndarray, dict[int, tuple[int, slice]]]:

@@ -62,7 +62,8 @@ def test_windows(one, two):
     for m, table in tables.items():
         assert table.end_BM.shape == (2, S // m)
         for b, row in enumerate((one, two)):
-            want = [(start, start + m - 1, i) for run in runs(row) for i, start in enumerate(run[::m]) if start + m <= run.stop]
+            starts = [(i, start, run.stop) for run in runs(row) for i, start in enumerate(run[::m])]
+            want = [(start, start + m - 1, i) for i, start, stop in starts if start + m <= stop]
             used = np.asarray(table.end_BM[b]) < S
             got = list(zip(*(np.asarray(x[b])[used].tolist() for x in table), strict=True))
             assert got == want, f"ratio {m}"

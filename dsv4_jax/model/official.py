@@ -28,6 +28,7 @@ class _Entry(NamedTuple):
 def _walk(model: DeepSeek, tree: Any) -> Iterator[_Entry]:
     """The variables of `tree`, which is the model or a state laid out like it."""
     path: tuple[Any, ...]
+    indices: list[Any]
     for path, variable in nnx.to_flat_state(nnx.state(tree) if isinstance(tree, nnx.Module) else tree):
         names, indices = [".".join(map(str, path)) + variable.suffix], [()]
         if path[0] == "groups":

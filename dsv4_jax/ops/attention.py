@@ -19,9 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.mesh import varying
 from dsv4_jax.ops.documents import Windows
 
-# Reading k entries of its own costs a query about this many times more than k under a shared mask
-# (`benchmarks/attention.py`).
-GATHER_COST = 8
+# Reading k entries of its own costs a query about as much as this many times k under a shared mask: on
+# CPU gathering wins from 2 on (`benchmarks/attention.py`); accelerators, where a gather is dearer, want more.
+GATHER_COST = 3
 
 Select = Literal["auto", "masked", "gathered"]
 

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import grain
-import jax
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from dsv4_jax.config import Config
 from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.model.deepseek import DeepSeek
-from dsv4_jax.train.state import TrainState, abstract_model, init_state
+from dsv4_jax.train.state import TrainState, abstract_model, abstract_state
 from dsv4_jax.validate import ConfigError
 
 
@@ -44,8 +43,10 @@ class Checkpoints:
         """The newest state alone."""
         return self._checkpointer.load_checkpointables(self.latest, {"state": abstract})["state"]
 
-    def close(self) -> None:
-        """Waits for what is being written."""
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
         self._checkpointer.close()
 
 
@@ -57,8 +58,8 @@ def load_model(cfg: Config) -> DeepSeek:
     """
     ensure_mesh()
     folder = Path(cfg.train.run_dir) / "checkpoints"
-    checkpoints = Checkpoints(folder, cfg.train.keep)
-    if checkpoints.latest is None:
-        raise ConfigError(f"{folder} holds no checkpoint")
-    state = checkpoints.restore_state(jax.eval_shape(lambda: init_state(cfg)))
+    with Checkpoints(folder, cfg.train.keep) as checkpoints:
+        if checkpoints.latest is None:
+            raise ConfigError(f"{folder} holds no checkpoint")
+        state = checkpoints.restore_state(abstract_state(cfg))
     return nnx.merge(nnx.graphdef(abstract_model(cfg)), state.params, state.buffers)

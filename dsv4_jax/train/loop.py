@@ -27,7 +27,7 @@ from dsv4_jax.summary import describe_model, describe_objective
 from dsv4_jax.train.checkpoint import Checkpoints
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.metrics import Display, MetricsWriter
-from dsv4_jax.train.state import TrainState, abstract_model, init_state
+from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, init_state
 from dsv4_jax.train.step import make_eval_step, make_train_step, objective_weights
 from dsv4_jax.validate import ConfigError
 
@@ -50,26 +50,34 @@ def run(cfg: Config, console: Console | None = None) -> None:
         console.print(line)
 
     ensure_mesh()
-    checkpoints = Checkpoints(run_dir / "checkpoints", cfg.train.keep)
-    if checkpoints.latest is None:
-        state, tokens = jax.jit(lambda: init_state(cfg))(), 0
-    else:
-        state, tokens = checkpoints.restore(jax.eval_shape(lambda: init_state(cfg)), data)
-    first = step = int(state.step)
-    if first:
-        console.print(f"resumed     {run_dir} at step {first}")
-    if first >= cfg.train.steps:
-        console.print("the run is finished; raise train.steps to continue it")
-        return
+    with Checkpoints(run_dir / "checkpoints", cfg.train.keep) as checkpoints:
+        if checkpoints.latest is None:
+            state, tokens = jax.jit(lambda: init_state(cfg))(), 0
+        else:
+            state, tokens = checkpoints.restore(abstract_state(cfg), data)
+            console.print(f"resumed     {run_dir} at step {int(state.step)}")
+        if int(state.step) >= cfg.train.steps:
+            console.print("the run is finished; raise train.steps to continue it")
+            return
+        state, loss = _loop(cfg, state, tokens, data, evaluation, checkpoints, console)
+    _report(cfg, state, loss, evaluation, console)
 
+
+def _loop(
+    cfg: Config,
+    state: TrainState,
+    tokens: int,
+    data: grain.DatasetIterator,
+    evaluation: list[Batch],
+    checkpoints: Checkpoints,
+    console: Console,
+) -> tuple[TrainState, float]:
+    """Steps until `cfg.train.steps`; returns the last state and its held-out loss."""
     clock = time.monotonic()
     example = _put(evaluation[0])
     train_step = jax.jit(make_train_step(cfg), donate_argnums=0).lower(state, example).compile()
     eval_step = jax.jit(make_eval_step(cfg)).lower(state, example).compile()
     console.print(f"compiled    in {time.monotonic() - clock:.0f} s")
-
-    writer = MetricsWriter(run_dir, first)
-    clock = time.monotonic()
 
     def finished(metrics: dict[str, Any]) -> dict[str, Any]:
         """A step's scalars, once the device has them, with the host's counters."""
@@ -83,14 +91,12 @@ def run(cfg: Config, console: Console | None = None) -> None:
         clock = now
         return scalars
 
-    pending: dict[str, Any] | None = None  # the metrics of the last step, which the device still works on
-    with Display(console, cfg.train.steps, first) as display:
-
-        def show(scalars: dict[str, Any]) -> None:
-            writer.write(scalars)
-            display.update(scalars)
-
-        while step < cfg.train.steps:
+    step, loss = int(state.step), math.nan
+    clock = time.monotonic()
+    run_dir, steps = Path(cfg.train.run_dir), cfg.train.steps
+    with MetricsWriter(run_dir, step) as writer, Display(console, steps, step) as display:
+        pending: dict[str, Any] | None = None  # the metrics of the last step, which the device still works on
+        while step < steps:
             state, metrics = train_step(state, _put(next(data)))
             step += 1
             norms = metrics.pop("grad_norms")
@@ -98,23 +104,26 @@ def run(cfg: Config, console: Console | None = None) -> None:
                 for warning in start_warnings(cfg, jax.device_get(metrics | {"grad_norms": norms}), state.buffers):
                     console.print(f"warning: {warning}", style="yellow")
             if pending is not None:
-                show(finished(pending))
+                show(finished(pending), writer, display)
             pending = {"step": step} | metrics
-            last = step == cfg.train.steps
-            evaluate = last or step % cfg.train.eval_every == 0
-            save = last or step % cfg.train.checkpoint_every == 0
+            evaluate = step == steps or step % cfg.train.eval_every == 0
+            save = step == steps or step % cfg.train.checkpoint_every == 0
             if evaluate or save:
                 scalars, pending = finished(pending), None
                 if evaluate:
-                    scalars["eval_loss"] = _evaluate(eval_step, state, evaluation)
-                    console.print(f"step {step}: held-out loss {scalars['eval_loss']:.3f} nats per byte")
-                show(scalars)
+                    loss = scalars["eval_loss"] = _evaluate(eval_step, state, evaluation)
+                    console.print(f"step {step}: held-out loss {loss:.3f} nats per byte")
+                show(scalars, writer, display)
                 if save:
                     checkpoints.save(state, data, tokens)
                 clock = time.monotonic()
-    checkpoints.close()
-    writer.close()
-    _report(cfg, state, scalars["eval_loss"], evaluation, console)
+    return state, loss
+
+
+def show(scalars: dict[str, Any], writer: MetricsWriter, display: Display) -> None:
+    """Writes a finished step and puts it on the screen."""
+    writer.write(scalars)
+    display.update(scalars)
 
 
 def _read(cfg: Config) -> tuple[grain.DatasetIterator, list[Batch], str]:

@@ -32,8 +32,10 @@ class MetricsWriter:
         for name, value in scalars.items():
             self._board.add_scalar(name, value, int(scalars["step"]))
 
-    def close(self) -> None:
-        """Closes the files."""
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
         self._file.close()
         self._board.close()
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from dsv4_jax.config import Config, OptimConfig
 from dsv4_jax.model.deepseek import DeepSeek
@@ -69,6 +70,16 @@ def optimizer(cfg: Config) -> optax.GradientTransformation:
 def abstract_model(cfg: Config) -> DeepSeek:
     """The model's structure, without arrays."""
     return jax.eval_shape(lambda: DeepSeek(cfg.model, rngs=nnx.Rngs(cfg.train.seed)))
+
+
+def abstract_state(cfg: Config) -> TrainState:
+    """Shapes, types and shardings of a run's state."""
+    whole = NamedSharding(jax.sharding.get_mesh(), jax.P())
+
+    def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or whole)
+
+    return jax.tree.map(placed, jax.eval_shape(lambda: init_state(cfg)))
 
 
 def init_state(cfg: Config) -> TrainState:

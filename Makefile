@@ -1,0 +1,34 @@
+# `make train` and `make test` need Python 3.11 or newer and nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+CONFIG ?= configs/tiny_v4.py
+
+.PHONY: train test test-all check format clean
+
+train: .venv/installed
+	$(BIN)/python train.py $(CONFIG) $(ARGS)
+
+test: check
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: check
+	$(BIN)/python -m pytest $(ARGS)
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/ty check --python .venv
+
+format: .venv/installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .cache runs

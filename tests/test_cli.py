@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line as a user meets it: exit statuses, short messages, no device touched by mistake."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+NO_DEVICE = {"JAX_PLATFORMS": "none_at_all"}  # starting a backend fails with this
+
+
+def command(*words, **env):
+    return subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=300, env=os.environ | env, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--train.step", "5"], "'train.steps'"),
+        (["--train.steps", "x"], "train.steps"),
+        (["--model.compress-ratios", "0", "4"], "model.compress_ratios"),
+        (["--data.path", "/nowhere"], "data.path"),
+        (["--data.held-out", "1e-9"], "data.held_out"),
+        (["--data.batch-size", "100000"], "data.batch_size"),
+        (["--model.vocab-size", "256"], "model.vocab_size"),
+    ],
+)
+def test_bad_configuration_exits_2_before_any_device_work(tmp_path, flags, words):
+    run = ["--train.run-dir", str(tmp_path / "run")]
+    done = command("train.py", "configs/tiny_v4.py", *run, *flags, **NO_DEVICE)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr and "Traceback" not in done.stderr and len(done.stderr) < 600
+    assert not (tmp_path / "run").exists()
+
+
+def test_usage_and_help():
+    assert command("train.py").returncode == 2
+    assert command("train.py", "nowhere.py").returncode == 2
+    help_text = command("train.py", "configs/tiny_v4.py", "--help", **NO_DEVICE)
+    assert help_text.returncode == 0 and "--model.compress-ratios" in help_text.stdout
+    assert command("-m", "dsv4_jax").returncode == 2
+    assert command("-m", "dsv4_jax", "sample", "nowhere", "x", **NO_DEVICE).returncode == 2
+
+
+def test_import_starts_no_backend():
+    code = "import dsv4_jax, jax; jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count() == 3"
+    done = command("-c", code, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="-1", XLA_FLAGS="")
+    assert done.returncode == 0, done.stderr
+
+
+def test_plan_prints_the_layers_and_the_objective():
+    done = command("-m", "dsv4_jax", "plan", "configs/tiny_v4.py", "--loss.mtp", "0.1")
+    assert done.returncode == 0, done.stderr
+    for line in ("3,687,168", "2 x [window hash]", "2 x [csa/4 learned, hca/32 learned]", "0.1 mtp_loss"):
+        assert line in done.stdout

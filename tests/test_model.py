@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model as a caller sees it: a fresh one, what it returns, forced experts, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from golden_models import position_losses, ruled_model, small_config
+
+import dsv4_jax as ds
+from dsv4_jax.model.params import HashTable, RouterBias
+
+IDS = np.random.RandomState(0).randint(0, 64, (2, 9))
+RUN = jax.jit(lambda model: model(IDS))
+COLLECT = ("streams", "topk", "router_scores")
+# hashed, then learned; window layers, since this is not about attention
+MIXED = dict(n_layers=3, n_hash_layers=1, n_mtp_layers=0, compress_ratios=(0, 0, 0))
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """A newly made model with a hashed window layer and a CSA layer."""
+    cfg = small_config(n_layers=2, n_hash_layers=1, compress_ratios=(0, 4, 0), init_std=0.02)
+    return ds.DeepSeek(cfg, rngs=nnx.Rngs(0))
+
+
+def test_initial_values(fresh):
+    tensors = ds.to_official(fresh)
+    for name, x in tensors.items():
+        if name.endswith("norm.weight"):
+            assert (x == 1).all(), name
+        elif name.endswith(("attn_sink", "ape", "_base", "gate.bias")):
+            assert (x == 0).all(), name
+        elif name.endswith("_scale"):
+            np.testing.assert_array_equal(x, np.float32(0.01), err_msg=name)
+        elif name.endswith("tid2eid"):
+            assert all(len(set(row)) == 2 for row in x.tolist())
+        else:
+            assert abs(x.std() / 0.02 - 1) < 6 / np.sqrt(x.size), name
+            assert abs(x.mean()) < 6 * 0.02 / np.sqrt(x.size), name
+    matrices = {x.tobytes() for x in tensors.values() if x.ndim == 2 and x.std() > 0}
+    assert len(matrices) == sum(x.ndim == 2 and x.std() > 0 for x in tensors.values())  # no two are the same draw
+
+
+def test_first_loss_is_that_of_guessing(fresh):
+    out = RUN(fresh)
+    loss = position_losses(out.logits[:, :-1], jnp.asarray(IDS)[:, 1:]).mean()
+    np.testing.assert_allclose(loss, np.log(64), rtol=0.02)
+    assert np.isfinite(out.mtp_logits).all()
+
+
+def test_buffers_are_not_parameters(fresh):
+    """An optimizer over `nnx.Param` sees neither the routing tables nor the balance biases."""
+    _, params, biases, tables, rest = nnx.split(fresh, nnx.Param, RouterBias, HashTable, ...)
+    assert not jax.tree.leaves(rest)
+    assert [t.dtype for t in jax.tree.leaves(tables)] == [jnp.int32]
+    assert len(jax.tree.leaves(biases)) == 2  # the learned layer and the MTP block
+    assert all(jnp.issubdtype(p.dtype, jnp.floating) for p in jax.tree.leaves(params))
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    model = ruled_model(small_config(**MIXED))
+    return model, jax.jit(lambda model, forced: model(IDS, forced_experts=forced))
+
+
+def test_forcing_the_own_choice_changes_no_bit(mixed):
+    model, run = mixed
+    out = run(model, None)
+    forced = run(model, out.experts)
+    np.testing.assert_array_equal(out.logits, forced.logits)
+
+
+def test_forcing_other_experts_moves_learned_layers_only(mixed):
+    """Hash layers keep to their tables, whatever is forced on them."""
+    model, run = mixed
+    out = run(model, None)
+    other = [(e + 1) % 4 for e in out.experts]
+    forced = run(model, other)
+    np.testing.assert_array_equal(forced.experts[0], out.experts[0])
+    np.testing.assert_array_equal(out.experts[0], ds.to_official(model)["layers.0.ffn.gate.tid2eid"][IDS])
+    for i in (1, 2):
+        np.testing.assert_array_equal(forced.experts[i], other[i])
+    assert jnp.abs(forced.logits - out.logits).max() > 0.1
+
+
+@pytest.fixture(scope="module")
+def small():
+    """One CSA layer with an MTP block, everything collected."""
+    return jax.jit(lambda model: model(IDS, collect=COLLECT))(ruled_model(small_config()))
+
+
+def test_what_can_be_collected(small):
+    assert set(small.collected) == set(COLLECT)
+    (streams,), (topk,), (scores,) = (small.collected[name] for name in COLLECT)
+    assert streams.shape == (2, 9, 4, 16) and topk.shape == (2, 9, 2) and scores.shape == (2, 9, 4)
+    assert (np.asarray(topk) >= 0).sum(2).tolist() == [[min(2, (t + 1) // 4) for t in range(9)]] * 2
+
+
+def test_bf16_compute_stays_close(small):
+    """Streams and products in bf16, logits in fp32 and near those of fp32, which is the type on CPU."""
+    out = RUN(ruled_model(small_config(compute_dtype="bfloat16")))
+    assert out.logits.dtype == jnp.float32
+    error = np.sqrt(np.square(out.logits - small.logits).mean() / np.square(small.logits).mean())
+    assert 1e-4 < error < 0.1
+
+
+def test_without_an_mtp_block(mixed):
+    model, run = mixed
+    assert run(model, None).mtp_logits is None
+    assert not any(name.startswith("mtp") for name in ds.to_official(model))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(ids=IDS.astype(float)), "ids must be integers"),
+        (dict(ids=IDS[0]), "ids must be integers"),
+        (dict(ids=IDS, segment_ids=np.ones((2, 8), int)), "segment_ids must be"),
+        (dict(ids=IDS, collect=("stream",)), "cannot collect.*stream"),
+        (dict(ids=IDS, forced_experts=[np.zeros((2, 9, 2), int)] * 2), "forced_experts must be 3"),
+        (dict(ids=IDS, forced_experts=[np.zeros((2, 9, 3), int)] * 3), "forced_experts must be 3"),
+    ],
+)
+def test_wrong_arguments_are_refused(mixed, arguments: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        mixed[0](**arguments)

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training: a short run end to end, resume, the optimizer's groups, balance biases, start-up checks."""
+
+import dataclasses
+import io
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+import dsv4_jax as ds
+from dsv4_jax.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
+from dsv4_jax.mesh import ensure_mesh
+from dsv4_jax.model.params import HashTable, RouterBias
+from dsv4_jax.sample import sample
+from dsv4_jax.train import loop
+from dsv4_jax.train.checkpoint import load_model
+from dsv4_jax.train.checks import start_warnings
+from dsv4_jax.train.loop import run, unigram_entropy
+from dsv4_jax.train.state import init_state, schedule
+from dsv4_jax.train.step import losses, make_train_step, update_biases
+
+MODEL = ModelConfig(
+    vocab_size=257,
+    dim=32,
+    n_layers=2,
+    n_heads=2,
+    head_dim=16,
+    rope_head_dim=8,
+    q_lora_rank=16,
+    o_groups=1,
+    o_lora_rank=16,
+    moe_inter_dim=16,
+    n_routed_experts=4,
+    n_activated_experts=2,
+    compress_ratios=(4, 16, 0),
+    n_hash_layers=1,
+    window_size=16,
+    index_n_heads=16,
+    index_head_dim=8,
+    index_topk=4,
+    hc_mult=2,
+    attention_block=32,
+    remat="none",
+)
+DATA = DataConfig(seq_len=64, batch_size=2, held_out=0.2)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(30):
+        (folder / f"{i}.txt").write_text(f"The quick brown fox number {i} jumps over the lazy dog. " * (i % 7 + 1))
+    return str(folder)
+
+
+def config(corpus, run_dir, steps, **changes):
+    train = TrainConfig(
+        steps=steps, run_dir=str(run_dir), eval_every=4, eval_batches=2, checkpoint_every=3, sample_bytes=0
+    )
+    optim = OptimConfig(learning_rate=1e-2, warmup_steps=2, decay_steps=0)
+    data = dataclasses.replace(DATA, path=corpus)
+    return ds.Config(**{"model": MODEL, "data": data, "optim": optim, "train": train} | changes)
+
+
+def train(cfg):
+    said = io.StringIO()
+    run(cfg, Console(file=said, width=200, highlight=False, markup=False))
+    return said.getvalue()
+
+
+def metrics(run_dir):
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(lines):
+    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def straight(corpus, tmp_path_factory):
+    """A run of eight steps in one go: its directory and what it said."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    return run_dir, train(config(corpus, run_dir, 8))
+
+
+def test_a_run_learns_and_writes_its_directory(straight, corpus):
+    run_dir, said = straight
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert abs(lines[0]["loss"] - math.log(257)) < 0.5 and lines[-1]["loss"] < lines[0]["loss"] - 1
+    assert all(line["tokens"] > last["tokens"] for last, line in itertools.pairwise(lines))
+    assert {"loss", "lr", "grad_norm", "tokens_per_s", "mtp_loss", "balance_loss", "indexer_loss"} <= lines[0].keys()
+    assert [line["step"] for line in lines if "eval_loss" in line] == [4, 8]
+    assert json.loads((run_dir / "config.json").read_text())["train"]["steps"] == 8
+    assert list((run_dir / "tensorboard").iterdir())
+    assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"6", "8"}  # the newest two
+    assert "warning" not in said, said
+    assert "unigram entropy" in said and "2 x" not in said
+
+
+def test_resuming_equals_never_having_stopped(straight, corpus, tmp_path, monkeypatch):
+    """Losses, data, evaluation and parameters after a kill past step 3 are those of the run in one go."""
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "_evaluate", die)  # the first evaluation is at step 4, the checkpoint at step 3
+        train(config(corpus, tmp_path, 8))
+    said = train(config(corpus, tmp_path, 8))
+    assert "at step 3" in said
+    assert timeless(metrics(tmp_path)) == timeless(metrics(straight[0]))
+    one, two = (ds.to_official(load_model(config(corpus, d, 8))) for d in (straight[0], tmp_path))
+    assert all((one[name] == two[name]).all() for name in one)
+
+
+def test_a_finished_run_resumes_to_nothing(straight, corpus):
+    before = metrics(straight[0])
+    assert "finished" in train(config(corpus, straight[0], 8))
+    assert metrics(straight[0]) == before
+
+
+def test_another_model_in_the_run_directory_is_refused(straight, corpus):
+    other = dataclasses.replace(MODEL, dim=64)
+    with pytest.raises(ds.ConfigError, match=r"model\.dim: 32 there, 64 here"):
+        train(config(corpus, straight[0], 9, model=other))
+
+
+def test_samples_repeat_and_greedy_takes_the_likeliest(straight, corpus):
+    model = load_model(config(corpus, straight[0], 8))
+    one = sample(model, b"The ", 6, seed=1)
+    assert one == sample(model, b"The ", 6, seed=1)
+    greedy = sample(model, b"The ", 6, seed=1, temperature=0.0)
+    ids = jnp.asarray(np.frombuffer(b"\0The " + greedy, np.uint8).astype(np.int32))[None].at[0, 0].set(256)
+    best = np.asarray(jax.jit(lambda m, i: m(i))(model, ids).logits.argmax(-1))[0, 4:-1]
+    assert bytes(best.astype(np.uint8)) == greedy
+
+
+@pytest.fixture(scope="module")
+def batch():
+    ensure_mesh()
+    rng = np.random.RandomState(0)
+    ids = rng.randint(0, 256, (2, 64)).astype(np.int32)
+    segments = np.ones((2, 64), np.int32)
+    segments[0, 20:] = 2
+    segments[1, 50:] = 0
+    targets = np.where(segments > 0, rng.randint(0, 256, (2, 64)), -1).astype(np.int32)
+    return {"ids": ids, "segment_ids": segments, "targets": targets, "mtp_targets": targets}
+
+
+@pytest.mark.parametrize("mode", ["dense", "warmup"])
+def test_a_stage_trains_exactly_its_parameters(batch, mode, corpus, tmp_path):
+    """Indexer warm-up moves the indexer alone; the dense stage's indexer gets no gradient at all."""
+    cfg = config(corpus, tmp_path, 8, model=dataclasses.replace(MODEL, attention=mode))
+    state = jax.jit(lambda: init_state(cfg))()
+    after, told = jax.jit(make_train_step(cfg))(state, loop._put(batch))
+    for (path, old), (_, new) in zip(nnx.to_flat_state(state.params), nnx.to_flat_state(after.params), strict=True):
+        moved = not np.array_equal(old.get_value(), new.get_value())
+        if mode == "warmup":
+            assert moved == ("indexer" in path), path
+        elif "indexer" in path:
+            assert float(jnp.max(told["grad_norms"][".".join(map(str, path))])) == 0
+    assert start_warnings(cfg, jax.device_get(told), after.buffers) == []
+
+
+def test_losses_ignore_padding_and_are_means_over_targets(batch, corpus, tmp_path):
+    """Content of padding changes nothing; the loss is the mean of -log p over targets."""
+    cfg = config(corpus, tmp_path, 8)
+    model = ds.DeepSeek(cfg.model, rngs=nnx.Rngs(0))
+    run_losses = jax.jit(losses)
+    found, load = run_losses(model, loop._put(batch))
+    other = dict(batch, ids=np.where(batch["segment_ids"] > 0, batch["ids"], 7))
+    again, load_again = run_losses(model, loop._put(other))
+    assert all(float(found[name]) == float(again[name]) for name in found)
+    np.testing.assert_array_equal(load, load_again)
+    np.testing.assert_allclose(load.sum(1), 2 * (batch["segment_ids"] > 0).sum())
+    logits = jax.jit(lambda m, i, s: m(i, s).logits)(model, batch["ids"], batch["segment_ids"])
+    log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    at = batch["targets"] >= 0
+    want = -np.take_along_axis(log_p, np.maximum(batch["targets"], 0)[..., None], axis=-1)[..., 0][at].mean()
+    assert abs(float(found["loss"]) - want) < 1e-5
+
+
+def test_biases_move_against_the_load(corpus, tmp_path):
+    model = ds.DeepSeek(MODEL, rngs=nnx.Rngs(0))
+    _, _, buffers = nnx.split(model, nnx.Param, ...)
+    load = jnp.asarray(np.random.RandomState(0).randint(0, 9, (3, 4)).astype(np.float32))
+    load = load.at[1].set(3.0)  # an even load moves nothing
+    moved = nnx.to_flat_state(update_biases(model, buffers, load, 0.25))
+    found = {}
+    for path, variable in moved:
+        if isinstance(variable, RouterBias):
+            for row, layer in zip(np.atleast_2d(variable.get_value()), model.layers_of(path), strict=True):
+                found[layer] = row
+    assert sorted(found) == [1, 2]  # layer 0 is hashed; 2 is the MTP block
+    for layer, row in found.items():
+        np.testing.assert_array_equal(row, 0.25 * np.sign(np.mean(load[layer]) - load[layer]))
+
+
+def test_schedule_has_the_published_shape():
+    rate = schedule(OptimConfig(learning_rate=1.0, end_learning_rate=0.1, warmup_steps=4, decay_steps=10), 100)
+    np.testing.assert_allclose([rate(t) for t in range(5)], [0.25, 0.5, 0.75, 1, 1], rtol=1e-6)
+    np.testing.assert_allclose([rate(89), rate(90), rate(95), rate(100)], [1, 1, 0.55, 0.1], rtol=1e-5)
+
+
+def test_start_warnings_name_what_is_wrong(batch, corpus, tmp_path):
+    cfg = config(corpus, tmp_path, 8)
+    _, _, buffers = nnx.split(ds.DeepSeek(MODEL, rngs=nnx.Rngs(0)), nnx.Param, ...)
+    good = {"loss": math.log(257), "mtp_loss": 5.5, "balance_loss": 1.0, "indexer_loss": 0.1, "grad_norms": {}}
+    assert start_warnings(cfg, good, buffers) == []
+    norms = {"head": np.float32(1), "groups.0.0.attn.wkv": np.array([1.0, 0.0])}
+    (said,) = start_warnings(cfg, good | {"grad_norms": norms}, buffers)
+    assert "groups.0.0.attn.wkv" in said and "[1]" in said
+    (said,) = start_warnings(cfg, good | {"loss": 9.0}, buffers)
+    assert "9.00" in said and "ln(vocabulary) = 5.55" in said
+    (said,) = start_warnings(cfg, good | {"mtp_loss": 0.0}, buffers)
+    assert "mtp_loss" in said
+    with pytest.raises(RuntimeError, match="mtp_loss"):
+        start_warnings(cfg, {k: v for k, v in good.items() if k != "mtp_loss"}, buffers)
+    for _, variable in nnx.to_flat_state(buffers):
+        if isinstance(variable, HashTable):
+            variable.set_value(jnp.zeros_like(variable.get_value()))
+    (said,) = start_warnings(cfg, good, buffers)
+    assert "tid2eid" in said
+
+
+def test_unigram_entropy():
+    targets = np.array([[0, 0, 1, 1, -1], [2, 2, 3, 3, -1]])
+    assert abs(unigram_entropy([{"targets": targets}]) - math.log(4)) < 1e-12
+
+
+def test_a_non_finite_objective_ends_the_run(corpus, tmp_path, monkeypatch):
+    told = {"objective": jnp.nan, "loss": 5.5, "tokens": 128, "grad_norms": {}, "lr": 0.1} | dict.fromkeys(
+        ("mtp_loss", "balance_loss", "indexer_loss"), 1.0
+    )
+    monkeypatch.setattr(loop, "make_train_step", lambda cfg: lambda state, batch: (state, told))
+    with pytest.raises(RuntimeError, match="objective is nan at step 1"):
+        train(config(corpus, tmp_path, 8))
