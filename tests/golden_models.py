@@ -65,9 +65,9 @@ def ruled_model(cfg: ds.ModelConfig, seed: int = 0) -> ds.DeepSeek:
     return model
 
 
-def forward(collect: tuple[str, ...] = ()) -> Callable[..., ds.Output]:
-    """A fresh compiled forward pass (model, ids, segment_ids) -> Output."""
-    return jax.jit(lambda model, ids, segment_ids=None: model(ids, segment_ids, collect=collect))
+def forward() -> Callable[..., ds.Output]:
+    """A fresh compiled forward pass (model, ids) -> Output."""
+    return jax.jit(lambda model, ids: model(ids))
 
 
 class Losses(NamedTuple):
@@ -109,7 +109,7 @@ class Golden:
         self.cfg = dataclasses.replace(ds.model_config_from_official(self.fields), remat=self.remat)
         self.model = loaded_model(self.cfg, self.weights)
         self.ids = self.arrays["ids"]
-        self.forward = forward(collect=("streams",))
+        self.forward = forward()
         self._grad = jax.jit(jax.value_and_grad(_objective, argnums=1, has_aux=True), static_argnums=0)
 
     def run(self, ids: np.ndarray, segment_ids: np.ndarray, losses: Losses) -> Run:
@@ -133,7 +133,7 @@ class Golden:
 
 def _objective(graph, params, rest, ids, segment_ids, losses: Losses):
     model = nnx.merge(graph, params, rest)
-    out = model.features(ids, segment_ids)
+    out = model.features(ids, segment_ids, streams=True)
     head = whole(model.head)
     logits, mtp = head_logits(out.h, head), head_logits(out.mtp, head)
     loss = (position_losses(logits, losses.targets) * losses.ce).sum()

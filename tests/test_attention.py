@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention core: blocked against whole masks, and against loops over queries, heads and keys."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,10 +30,9 @@ CASES = {
     "window only": Case(ratio=0),
     "all entries": Case(),
     "warm-up": Case(topk=0),
-    "masked": Case(topk=3, select="masked"),
+    "masked": Case(topk=3, select="masked", block=128),
     "gathered": Case(topk=3, select="gathered"),
     "window over several blocks": Case(window=27, block=8, topk=2, select="gathered"),
-    "one block": Case(S=19, block=128, topk=3, select="masked"),
     "more picks than entries": Case(topk=100, select="gathered"),
     "no entries": Case(S=3, topk=2),
     "one token": Case(S=1, topk=2),
@@ -45,15 +45,21 @@ def segments(S: int) -> np.ndarray:
     return np.array([[1] * S, packed, [0] * S]) if S > 1 else np.array([[1], [1], [0]])
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def tables(segment_ids: jax.Array, ratio: int) -> tuple[jax.Array, Any]:
+    docs = documents(segment_ids)
+    return docs.first_BS, windows(docs, ratio) if ratio else None
+
+
 def inputs(case: Case, seed: int = 0) -> tuple[dict[str, jax.Array], Any]:
     """Everything that has a gradient, and the tables."""
     r = np.random.RandomState(seed)
-    docs = documents(jnp.asarray(segments(case.S)))
+    at = tables(segments(case.S), case.ratio)
     B, M = 3, case.S // case.ratio if case.ratio else 0
     shapes = {"q": (B, case.S, H, K), "kv": (B, case.S, K), "sink": (H,), "entries": (B, M, K)}
     shapes |= {"iq": (B, case.S, I, J), "iw": (B, case.S, I), "ik": (B, M, J)}
     x = {name: jnp.asarray(r.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
-    return x, (docs.first_BS, windows(docs, case.ratio) if case.ratio else None)
+    return x, at
 
 
 def run(core, case: Case, x: dict[str, jax.Array], at: Any, **options: Any):
@@ -74,15 +80,20 @@ def reference(case: Case, x, at):
 
 
 def gradients(core, case: Case, x, at, o_weight: float = 1.0, kl_weight: float = 1.0):
-    """Gradients of a random linear function of the outputs and of the queries' indexer losses."""
+    """Gradients of a random linear function of the outputs and of the queries' indexer losses, and the result."""
+    return _gradients(core, case, x, at, (o_weight, kl_weight))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _gradients(core, case: Case, x, at, weights):
     r = np.random.RandomState(7)
     o_random, kl_random = r.standard_normal((3, case.S, H, K)), 1 + r.random_sample((3, case.S))
 
     def loss(x):
         out = core(case, x, at)
-        return (out.o_BSHK * o_random).sum() * o_weight + (out.kl_BS * kl_random).sum() * kl_weight, out
+        return (out.o_BSHK * o_random).sum() * weights[0] + (out.kl_BS * kl_random).sum() * weights[1], out
 
-    return jax.jit(jax.grad(loss, has_aux=True))(x)
+    return jax.grad(loss, has_aux=True)(x)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -142,7 +153,7 @@ def by_loops(case: Case, x: dict[str, jax.Array], row: int) -> tuple[np.ndarray,
 @pytest.mark.parametrize("case", [CASES["gathered"], CASES["warm-up"]], ids=["top-k", "warm-up"])
 def test_values_match_loops(case: Case, core):
     x, at = inputs(case)
-    out = jax.jit(lambda x: core(case, x, at))(x)
+    _, out = gradients(core, case, x, at)
     for row in range(3):
         o, kl, picks = by_loops(case, x, row)
         np.testing.assert_allclose(out.o_BSHK[row], o, rtol=0, atol=1e-5)
@@ -156,7 +167,7 @@ def test_every_query_uses_its_own_picks(select: str):
     """The entries with a gradient from query t are as many as min(topk, (t + 1) // m), never a union."""
     case = Case(S=32, topk=2, select=select)
     x, at = inputs(case)
-    at = (jnp.zeros_like(at[0]), windows(documents(jnp.ones((3, 32), int)), 4))
+    at = tables(np.ones((3, 32), int), 4)
 
     @jax.jit
     def used(x):
@@ -178,16 +189,16 @@ def test_topk_matters_only_where_it_bites():
 
 
 def test_ties_go_to_the_lowest_entry():
-    case = Case(S=16, topk=2, select="gathered")
+    case = CASES["gathered"]
     x, at = inputs(case)
-    out = blocked(case, x | {"ik": jnp.zeros_like(x["ik"])}, at)
-    assert np.asarray(out.topk_BSk)[0, -1].tolist() == [0, 1]
+    _, out = gradients(blocked, case, x | {"ik": jnp.zeros_like(x["ik"])}, at)
+    assert np.asarray(out.topk_BSk)[0, -1].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("select", ["masked", "gathered"])
-def test_the_indexer_learns_from_its_loss_alone(select: str):
+@pytest.mark.parametrize("case", ["masked", "gathered", "warm-up"])
+def test_the_indexer_learns_from_its_loss_alone(case: str):
     """Its loss moves nothing else (the target is detached); the outputs do not move it."""
-    case = Case(topk=3, select=select)
+    case = CASES[case]
     x, at = inputs(case)
     of_kl, _ = gradients(blocked, case, x, at, o_weight=0.0)
     of_o, _ = gradients(blocked, case, x, at, kl_weight=0.0)
@@ -199,11 +210,11 @@ def test_the_indexer_learns_from_its_loss_alone(select: str):
 
 def test_sink_takes_its_share():
     """A query of zeros weighs its n keys and exp(sink) alike: o = sum(keys) / (n + e^sink)."""
-    case = Case(S=9, ratio=0, window=3)
+    case = CASES["window only"]
     x, at = inputs(case)
-    out = blocked(case, x | {"q": jnp.zeros_like(x["q"])}, at).o_BSHK[0]
-    for t in range(9):
-        keys = np.asarray(x["kv"])[0, max(t - 2, 0) : t + 1]
+    out = gradients(blocked, case, x | {"q": jnp.zeros_like(x["q"])}, at)[1].o_BSHK[0]
+    for t in range(case.S):
+        keys = np.asarray(x["kv"])[0, max(t - case.window + 1, 0) : t + 1]
         for h in range(H):
             want = keys.sum(0) / (len(keys) + np.exp(x["sink"][h]))
             np.testing.assert_allclose(out[t, h], want, rtol=1e-5, atol=1e-6)
@@ -211,7 +222,7 @@ def test_sink_takes_its_share():
 
 @pytest.mark.parametrize("scale", [30.0, 1e4])
 def test_peaked_logits_stay_finite(scale: float):
-    case = Case(topk=3, select="gathered")
+    case = CASES["gathered"]
     x, at = inputs(case)
     grads, out = gradients(blocked, case, {name: v * scale for name, v in x.items()}, at)
     assert all(np.isfinite(a).all() for a in jax.tree.leaves((grads, out)))
@@ -225,8 +236,7 @@ def _temporary_bytes(S: int, ratio: int, topk: int | None) -> int:
     case = Case(S=S, ratio=ratio, topk=topk, block=128, window=128, select="gathered")
 
     def loss(x, segment_ids):
-        docs = documents(segment_ids)
-        out = blocked(case, x, (docs.first_BS, windows(docs, ratio)))
+        out = blocked(case, x, tables(segment_ids, ratio))
         return out.o_BSHK.sum() + out.kl_BS.sum()
 
     compiled = jax.jit(jax.grad(loss)).lower(x, jax.ShapeDtypeStruct((1, S), jnp.int32)).compile()

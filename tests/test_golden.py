@@ -13,13 +13,20 @@ import dsv4_jax as ds
 from dsv4_jax.model import attention
 
 
-def test_forward_matches_the_official_equations(golden):
-    out = golden.forward(golden.model, golden.ids)
+def test_values_match_the_official_equations(golden):
+    """Streams after every layer, and both logits."""
+    run = golden.next_token_loss()
     for i in range(golden.cfg.n_layers):
-        stream = np.asarray(out.collected["streams"][i])[:, ::3]
+        stream = run.layers[i]["streams"][:, ::3]
         np.testing.assert_allclose(stream, golden.arrays[f"stream/{i}"], rtol=0, atol=1e-4, err_msg=f"layer {i}")
-    np.testing.assert_allclose(out.logits, golden.arrays["logits"], rtol=0, atol=1e-4)
-    np.testing.assert_allclose(out.mtp_logits, golden.arrays["mtp_logits"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(run.logits, golden.arrays["logits"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(run.mtp_logits, golden.arrays["mtp_logits"], rtol=0, atol=1e-4)
+
+
+def test_a_plain_call_gives_the_same(flash):
+    out = flash.forward(flash.model, flash.ids)
+    np.testing.assert_allclose(out.logits, flash.arrays["logits"], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(out.mtp_logits, flash.arrays["mtp_logits"], rtol=0, atol=1e-4)
     assert out.logits.dtype == out.mtp_logits.dtype == np.float32
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model as a caller sees it: a fresh one, what it returns, forced experts, and what it refuses."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from flax import nnx
 from golden_models import position_losses, ruled_model, small_config
 
 import dsv4_jax as ds
+from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.model.params import HashTable, RouterBias
 
 IDS = np.random.RandomState(0).randint(0, 64, (2, 9))
@@ -20,9 +23,9 @@ MIXED = dict(n_layers=3, n_hash_layers=1, n_mtp_layers=0, compress_ratios=(0, 0,
 
 @pytest.fixture(scope="module")
 def fresh():
-    """A newly made model with a hashed window layer and a CSA layer."""
-    cfg = small_config(n_layers=2, n_hash_layers=1, compress_ratios=(0, 4, 0), init_std=0.02)
-    return ds.DeepSeek(cfg, rngs=nnx.Rngs(0))
+    """A newly made model with a hashed CSA layer and an MTP block."""
+    cfg = small_config(n_hash_layers=1, init_std=0.02)
+    return jax.jit(lambda: ds.DeepSeek(cfg, rngs=nnx.Rngs(0)))()
 
 
 def test_initial_values(fresh):
@@ -50,12 +53,28 @@ def test_first_loss_is_that_of_guessing(fresh):
     assert np.isfinite(out.mtp_logits).all()
 
 
+def test_no_mesh_is_needed():
+    """Without one a 1 x 1 x 1 mesh is used, also inside a traced function. A new thread has none."""
+    cfg = small_config(n_mtp_layers=0, compress_ratios=(4,))
+
+    def notebook() -> tuple[ds.Output, dict[str, int]]:
+        assert jax.sharding.get_abstract_mesh().empty
+        traced = jax.eval_shape(lambda: ds.DeepSeek(cfg, rngs=nnx.Rngs(0))(IDS))
+        with ensure_mesh():
+            return traced, dict(jax.sharding.get_abstract_mesh().shape)
+
+    with ThreadPoolExecutor(1) as thread:
+        traced, axes = thread.submit(notebook).result()
+    assert traced.logits.shape == (2, 9, 64)
+    assert axes == {"data": 1, "expert": 1, "context": 1}
+
+
 def test_buffers_are_not_parameters(fresh):
     """An optimizer over `nnx.Param` sees neither the routing tables nor the balance biases."""
     _, params, biases, tables, rest = nnx.split(fresh, nnx.Param, RouterBias, HashTable, ...)
     assert not jax.tree.leaves(rest)
     assert [t.dtype for t in jax.tree.leaves(tables)] == [jnp.int32]
-    assert len(jax.tree.leaves(biases)) == 2  # the learned layer and the MTP block
+    assert len(jax.tree.leaves(biases)) == 1  # the MTP block's
     assert all(jnp.issubdtype(p.dtype, jnp.floating) for p in jax.tree.leaves(params))
 
 
@@ -99,7 +118,7 @@ def test_what_can_be_collected(small):
 
 
 def test_bf16_compute_stays_close(small):
-    """Streams and products in bf16, logits in fp32 and near those of fp32, which is the type on CPU."""
+    """Streams and products in bf16, logits in fp32 and near those of fp32, the type on CPU."""
     out = RUN(ruled_model(small_config(compute_dtype="bfloat16")))
     assert out.logits.dtype == jnp.float32
     error = np.sqrt(np.square(out.logits - small.logits).mean() / np.square(small.logits).mean())

@@ -136,7 +136,8 @@ def attend(
     k = 0 if index is None else min(index.topk, M)
     gathered = 0 < k < M and (select == "gathered" or (select == "auto" and M > GATHER_COST * k))
     T = min(block, S)
-    n_blocks, n_before = -(-S // T), -(-(window - 1) // T)  # blocks, and blocks before one that its window reaches
+    n_blocks = -(-S // T)
+    n_before = min(-(-(window - 1) // T), n_blocks - 1)  # blocks before its own that a query's window reaches
 
     def blocks(x: jax.Array, fill: int = 0) -> jax.Array:
         """[B, S, ...] cut into [blocks, B, T, ...]."""
