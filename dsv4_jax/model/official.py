@@ -7,39 +7,30 @@ axis is the layer) and that a layer's experts are one array. Kernels are transpo
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
 from dsv4_jax.model.deepseek import DeepSeek
-from dsv4_jax.model.params import HashTable
+
+_Tensors = list[tuple[str, tuple[int, ...]]]
 
 
-class _Entry(NamedTuple):
-    """A variable, its official names, and the index of each name's tensor in the variable's value."""
-
-    variable: Any
-    names: list[str]
-    indices: list[tuple[int, ...]]
-
-
-def _walk(model: DeepSeek, tree: Any) -> Iterator[_Entry]:
-    """The variables of `tree`, which is the model or a state laid out like it."""
+def _walk(model: DeepSeek, tree: Any) -> Iterator[tuple[Any, _Tensors]]:
+    """The variables of `tree` (the model or a state laid out like it), each with the official names of
+    the tensors it holds and the index of each in its value."""
     path: tuple[Any, ...]
-    indices: list[Any]
     for path, variable in nnx.to_flat_state(nnx.state(tree) if isinstance(tree, nnx.Module) else tree):
-        names, indices = [".".join(map(str, path)) + variable.suffix], [()]
+        tensors: _Tensors = [(".".join(map(str, path)) + variable.suffix, ())]
         if path[0] == "groups":
-            layers = model.layers_of(path)
-            rest = ".".join(map(str, path[3:])) + variable.suffix
-            names, indices = [f"layers.{i}.{rest}" for i in layers], [(r,) for r in range(len(layers))]
+            name = ".".join(map(str, path[3:])) + variable.suffix
+            tensors = [(f"layers.{i}.{name}", (row,)) for row, i in enumerate(model.layers_of(path))]
         if "experts" in variable.axes:
             n = variable.get_value().shape[variable.axes.index("experts")]
-            names = [name.replace(".experts.", f".experts.{e}.") for name in names for e in range(n)]
-            indices = [(*i, e) for i in indices for e in range(n)]
-        yield _Entry(variable, names, indices)
+            tensors = [(t.replace(".experts.", f".experts.{e}."), (*i, e)) for t, i in tensors for e in range(n)]
+        yield variable, tensors
 
 
 def _to_official(variable: Any, x: Any) -> Any:
@@ -53,10 +44,9 @@ def _to_official(variable: Any, x: Any) -> Any:
 def official_tensors(model: DeepSeek, tree: Any) -> dict[str, np.ndarray]:
     """`tree`, which is laid out like the model (its gradients, say), under the official names."""
     tensors = {}
-    for variable, names, indices in _walk(model, tree):
+    for variable, held in _walk(model, tree):
         value = np.asarray(variable.get_value())
-        for name, index in zip(names, indices, strict=True):
-            tensors[name] = _to_official(variable, value[index])
+        tensors |= {name: _to_official(variable, value[index]) for name, index in held}
     return tensors
 
 
@@ -68,12 +58,12 @@ def to_official(model: DeepSeek) -> dict[str, np.ndarray]:
 def official_shapes(model: DeepSeek) -> dict[str, tuple[int, ...]]:
     """Official names and shapes; `model` may be abstract (from `jax.eval_shape`)."""
     shapes = {}
-    for variable, names, indices in _walk(model, model):
-        shape = variable.get_value().shape[len(indices[0]) :]
+    for variable, held in _walk(model, model):
+        shape = variable.get_value().shape[len(held[0][1]) :]
         if variable.transposed:
             *stack, rows, columns = shape
             shape = (int(np.prod(stack)) * columns, rows)
-        shapes |= dict.fromkeys(names, shape)
+        shapes |= {name: shape for name, _ in held}
     return shapes
 
 
@@ -99,10 +89,10 @@ def load_official(model: DeepSeek, tensors: Mapping[str, Any]) -> None:
         shown = "\n  ".join(problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise ValueError(f"these tensors do not fit the model:\n  {shown}{more}")
-    for variable, names, indices in _walk(model, model):
+    for variable, held in _walk(model, model):
         old = variable.get_value()
-        new = np.empty(old.shape, np.int32 if isinstance(variable, HashTable) else old.dtype)
-        for name, index in zip(names, indices, strict=True):
+        new = np.empty(old.shape, old.dtype)
+        for name, index in held:
             tensor = np.asarray(tensors[name])
             if variable.transposed:
                 *stack, rows, columns = new[index].shape
