@@ -2,6 +2,7 @@
 """Integer tables of packed rows against plain Python loops over random segment ids."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -89,5 +90,5 @@ def test_visible_pairs(m: int, S: int, pairs: int):
 
 @pytest.mark.parametrize("S", [1, 2, 3])
 def test_rows_shorter_than_a_window_have_no_slots(S: int):
-    table = jax.eval_shape(lambda s: windows(documents(s), 4), jax.ShapeDtypeStruct((2, S), int))
+    table = jax.eval_shape(lambda s: windows(documents(s), 4), jax.ShapeDtypeStruct((2, S), jnp.int32))
     assert table.end_BM.shape == (2, 0)

@@ -32,6 +32,8 @@ from dsv4_jax.train.step import make_eval_step, make_train_step, objective_weigh
 from dsv4_jax.validate import ConfigError
 
 PROMPT = b'"""'  # what the sample at the end starts with
+# For a program that runs once: XLA's optimisations cost more than they save.
+_RUNS_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _RUNTIME = {"attention", "attention_block", "compute_dtype", "expert_matmul", "remat", "select", "yarn"}  # may change
 
 
@@ -52,7 +54,7 @@ def run(cfg: Config, console: Console | None = None) -> None:
     ensure_mesh()
     with Checkpoints(run_dir / "checkpoints", cfg.train.keep) as checkpoints:
         if checkpoints.latest is None:
-            state, tokens = jax.jit(lambda: init_state(cfg))(), 0
+            state, tokens = jax.jit(lambda: init_state(cfg), compiler_options=_RUNS_ONCE)(), 0
         else:
             state, tokens = checkpoints.restore(abstract_state(cfg), data)
             console.print(f"resumed     {run_dir} at step {int(state.step)}")
