@@ -8,12 +8,12 @@ from dsv4_jax.config import Config, DataConfig, ModelConfig, OptimConfig, TrainC
 
 
 def config() -> Config:
-    """Six layers: two with a sliding window only, then CSA and HCA in turn; the first two hash-routed."""
+    """Five layers: a sliding window only, hash-routed, then CSA and HCA in turn; and an MTP block."""
     return Config(
         model=ModelConfig(
             vocab_size=257,
             dim=128,
-            n_layers=6,
+            n_layers=5,
             n_heads=4,
             head_dim=32,
             rope_head_dim=16,
@@ -21,10 +21,10 @@ def config() -> Config:
             o_groups=2,
             o_lora_rank=64,
             moe_inter_dim=64,
-            n_routed_experts=16,
+            n_routed_experts=20,
             n_activated_experts=2,
-            compress_ratios=(0, 0, 4, 32, 4, 32, 0),
-            n_hash_layers=2,
+            compress_ratios=(0, 4, 32, 4, 32, 0),
+            n_hash_layers=1,
             window_size=64,
             index_n_heads=16,
             index_head_dim=16,
@@ -33,7 +33,7 @@ def config() -> Config:
             attention_block=64,
             remat="none",
         ),
-        data=DataConfig(seq_len=512, batch_size=4),
-        optim=OptimConfig(learning_rate=4e-3, end_learning_rate=2e-4, warmup_steps=15, decay_steps=100),
-        train=TrainConfig(steps=160, run_dir="runs/tiny_v4", eval_every=80, eval_batches=8),
+        data=DataConfig(seq_len=512, batch_size=2),
+        optim=OptimConfig(learning_rate=3e-3, end_learning_rate=1e-4, warmup_steps=20, decay_steps=170),
+        train=TrainConfig(steps=250, run_dir="runs/tiny_v4", eval_every=125, eval_batches=16, sample_bytes=200),
     )

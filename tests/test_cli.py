@@ -54,5 +54,5 @@ def test_import_starts_no_backend():
 def test_plan_prints_the_layers_and_the_objective():
     done = command("-m", "dsv4_jax", "plan", "configs/tiny_v4.py", "--loss.mtp", "0.1")
     assert done.returncode == 0, done.stderr
-    for line in ("3,687,168", "2 x [window hash]", "2 x [csa/4 learned, hca/32 learned]", "0.1 mtp_loss"):
+    for line in ("3,740,742", "1 x [window hash]", "2 x [csa/4 learned, hca/32 learned]", "0.1 mtp_loss"):
         assert line in done.stdout

@@ -10,7 +10,6 @@ import dsv4_jax as ds
 from dsv4_jax.config import config_from_json, keys
 
 TINY = "configs/tiny_v4.py"
-FLASH = {"compress_ratios": (0, 0) + (4, 128) * 20 + (4, 0), "n_layers": 43}
 
 
 def refused(*overrides, path=TINY):
@@ -25,10 +24,10 @@ def test_overrides_are_typed_and_leave_the_rest():
     base = ds.load_config(TINY)
     cfg = ds.load_config(
         TINY,
-        ["--train.steps", "250", "--optim.learning_rate=1e-3", "--model.compress-ratios", *"0 0 4 4 4 32 0".split()],
+        ["--train.steps", "250", "--optim.learning_rate=1e-3", "--model.compress-ratios", *"0 4 4 4 32 0".split()],
     )
     assert (cfg.train.steps, cfg.optim.learning_rate) == (250, 1e-3)
-    assert cfg.model.compress_ratios == (0, 0, 4, 4, 4, 32, 0)
+    assert cfg.model.compress_ratios == (0, 4, 4, 4, 32, 0)
     assert dataclasses.replace(cfg.model, compress_ratios=base.model.compress_ratios) == base.model
     assert ds.load_config(TINY, ["--model.no-yarn"]).model.yarn is False
 
@@ -55,18 +54,18 @@ def test_every_key_can_be_named_on_the_command_line():
         ("--model.remat half", ["model.remat", "half", "'none'"]),
         ("steps 5", ["steps"]),
         ("--model.n-heads 3", ["model.n_heads = 3", "o_groups = 2"]),
-        ("--model.compress-ratios 0 0 4 32 4 32", ["model.compress_ratios", "6", "7"]),
-        ("--model.compress-ratios 0 0 4 32 4 32 0 0", ["model.compress_ratios", "8", "7"]),
-        ("--model.compress-ratios 0 0 4 32 4 32 4", ["model.compress_ratios", "MTP"]),
-        ("--model.compress-ratios 0 0 4 32 4 -1 0", ["model.compress_ratios", "negative"]),
+        ("--model.compress-ratios 0 4 32 4 32", ["model.compress_ratios", "5", "6"]),
+        ("--model.compress-ratios 0 4 32 4 32 0 0", ["model.compress_ratios", "7", "6"]),
+        ("--model.compress-ratios 0 4 32 4 32 4", ["model.compress_ratios", "MTP"]),
+        ("--model.compress-ratios 0 4 32 4 -1 0", ["model.compress_ratios", "negative"]),
         ("--model.rope-head-dim 15", ["model.rope_head_dim = 15", "even"]),
-        ("--model.n-activated-experts 17", ["model.n_activated_experts = 17", "n_routed_experts = 16"]),
+        ("--model.n-activated-experts 21", ["model.n_activated_experts = 21", "n_routed_experts = 20"]),
         ("--model.dim 0", ["model.dim = 0", "above 0"]),
         ("--data.held-out 1.5", ["data.held_out = 1.5"]),
         ("--optim.b1 1", ["optim.b1 = 1"]),
         ("--loss.mtp -1", ["loss.mtp = -1"]),
         ("--optim.warmup-steps 1000", ["optim.warmup_steps", "train.steps"]),
-        ("--model.n-mtp-layers 0 --model.compress-ratios 0 0 4 32 4 32", ["loss.mtp", "MTP block"]),
+        ("--model.n-mtp-layers 0 --model.compress-ratios 0 4 32 4 32", ["loss.mtp", "MTP block"]),
     ],
 )
 def test_bad_flags_are_refused_by_name(flags, words):

@@ -23,7 +23,7 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 
 
 def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl = "auto") -> jax.Array:
-    """Rows of group g of `x` times `w[g]`.
+    """Rows of group g of `x` times `w[g]`; local to one device: under Explicit axes call it in `shard_map`.
 
     Args:
         x: [N, D], the rows of group 0 first, then those of group 1, ...

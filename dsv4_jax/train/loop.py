@@ -32,8 +32,10 @@ from dsv4_jax.train.step import make_eval_step, make_train_step, objective_weigh
 from dsv4_jax.validate import ConfigError
 
 PROMPT = b'"""'  # what the sample at the end starts with
-# For a program that runs once: XLA's optimisations cost more than they save.
+# For a program that runs once XLA's optimisations cost more than they save. On CPU the steps keep some: they
+# compile in two thirds of the time and run as fast (`benchmarks/compile_time.py`).
 _RUNS_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+_CPU_STEP = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}
 _RUNTIME = {"attention", "attention_block", "compute_dtype", "expert_matmul", "remat", "select", "yarn"}  # may change
 
 
@@ -77,8 +79,10 @@ def _loop(
     """Steps until `cfg.train.steps`; returns the last state and its held-out loss."""
     clock = time.monotonic()
     example = _put(evaluation[0])
-    train_step = jax.jit(make_train_step(cfg), donate_argnums=0).lower(state, example).compile()
-    eval_step = jax.jit(make_eval_step(cfg)).lower(state, example).compile()
+    options = _CPU_STEP if jax.default_backend() == "cpu" else None
+    train_step = jax.jit(make_train_step(cfg), donate_argnums=0, compiler_options=options)
+    train_step = train_step.lower(state, example).compile()
+    eval_step = jax.jit(make_eval_step(cfg), compiler_options=options).lower(state, example).compile()
     console.print(f"compiled    in {time.monotonic() - clock:.0f} s")
 
     def finished(metrics: dict[str, Any]) -> dict[str, Any]:
