@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.mesh import BATCH
+from dsv4_jax.mesh import BATCH, act_spec
 
 
 def head_logits(h: jax.Array, head_DV: jax.Array) -> jax.Array:
@@ -20,6 +20,7 @@ def cross_entropy(h_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array, c
     Logits exist for `chunk` positions of a row at a time and are computed again in the backward pass.
     """
     head_DV = jax.reshard(head_DV, jax.P(None, None))
+    targets_BS = jax.reshard(targets_BS, act_spec(2))
 
     @functools.partial(
         jax.shard_map,
