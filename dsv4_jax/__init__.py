@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train DeepSeek-V4 in JAX and Flax."""
 
+from dsv4_jax import optim
 from dsv4_jax.config import Config, load_config
 from dsv4_jax.model.config import ModelConfig, model_config_from_official
 from dsv4_jax.model.deepseek import DeepSeek, Output
@@ -16,5 +17,6 @@ __all__ = [
     "load_config",
     "load_official",
     "model_config_from_official",
+    "optim",
     "to_official",
 ]

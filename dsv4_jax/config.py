@@ -9,11 +9,12 @@ import runpy
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 
 from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.optim import COEFFICIENTS
 from dsv4_jax.validate import ConfigError, Section, from_fields, nearest
 
 
@@ -37,8 +38,10 @@ class DataConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimConfig(Section):
-    """AdamW with linear warm-up, constant rate and cosine decay."""
+    """The optimizer, with linear warm-up, constant rate and cosine decay."""
 
+    name: Literal["deepseek_v4", "deepseek_v41", "adamw"] = "deepseek_v4"
+    """Which rule moves which parameter: a published table (`dsv4_jax.optim`), or AdamW for all."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     end_learning_rate: float = 3e-4
@@ -47,22 +50,31 @@ class OptimConfig(Section):
     """Steps of linear warm-up: step t of these, from 1, has t / warmup_steps of the peak rate."""
     decay_steps: int = 100
     """Last steps, in which the rate falls along a cosine."""
+    momentum: float = 0.95
+    """Decay of the momentum of Muon and of the Sinkhorn-balanced update."""
+    momentum_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which that momentum is kept."""
+    coefficients: str = "deepseek_v4"
+    """Newton-Schulz steps of Muon, a name of `dsv4_jax.optim.COEFFICIENTS`."""
+    tau: float = 1e-3
+    """Rows of a table whose momentum is below this part of the mean do not move (Sinkhorn-balanced update)."""
     b1: float = 0.9
-    """Decay of the first moment."""
+    """Decay of AdamW's first moment."""
     b2: float = 0.95
-    """Decay of the second moment."""
+    """Decay of AdamW's second moment."""
     eps: float = 1e-20
-    """Added to the root of the second moment."""
+    """Added to the root of AdamW's second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, times the learning rate."""
+    """Decoupled weight decay, times the learning rate, of what the table decays."""
     clip: float = 1.0
     """Largest global norm of the gradient."""
 
     def _check(self) -> None:
         self.need_positive("learning_rate eps clip")
-        for key in ("end_learning_rate", "warmup_steps", "decay_steps", "weight_decay"):
+        for key in ("end_learning_rate", "warmup_steps", "decay_steps", "weight_decay", "tau"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
-        for key in ("b1", "b2"):
+        self.need("coefficients", self.coefficients in COEFFICIENTS, f"must be one of {', '.join(COEFFICIENTS)}")
+        for key in ("b1", "b2", "momentum"):
             self.need(key, 0 <= getattr(self, key) < 1, "must be at least 0 and below 1")
 
 

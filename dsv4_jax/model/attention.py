@@ -19,6 +19,7 @@ from dsv4_jax.model.params import Params, linear, rms_norm, whole
 from dsv4_jax.model.rope import Rotation, frequencies, rotate, rotation
 from dsv4_jax.ops.attention import Attended, Index, attend
 from dsv4_jax.ops.documents import Documents, Windows, compress, documents, windows
+from dsv4_jax.optim import MatrixSpec, Role
 
 
 class Tables(NamedTuple):
@@ -62,8 +63,10 @@ class Compressor(nnx.Module):
         self.eps, self.overlap = cfg.norm_eps, ratio == CSA_RATIO
         channels = width * (2 if self.overlap else 1)
         self.ape = make.full(0.0, ("window", ratio), ("head_dim", channels))
-        self.wkv = make.kernel(("embed", cfg.dim), ("head_dim", channels))
-        self.wgate = make.kernel(("embed", cfg.dim), ("head_dim", channels))
+        # The two halves of an overlapping compressor are projections of their own.
+        halves = Role("matrix", MatrixSpec(output_split=channels // width))
+        self.wkv = make.kernel(("embed", cfg.dim), ("head_dim", channels), role=halves)
+        self.wgate = make.kernel(("embed", cfg.dim), ("head_dim", channels), role=halves)
         self.norm = make.ones(("head_dim", width))
 
     def project(self, x_BSD: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
@@ -79,7 +82,10 @@ class Indexer(nnx.Module):
     """The lightning indexer's tensors: scores every compressed entry for every query."""
 
     def __init__(self, cfg: ModelConfig, make: Params):
-        self.wq_b = make.kernel(("lora", cfg.q_lora_rank), ("heads", cfg.index_n_heads * cfg.index_head_dim))
+        heads = Role("matrix", heads=cfg.index_n_heads)
+        self.wq_b = make.kernel(
+            ("lora", cfg.q_lora_rank), ("heads", cfg.index_n_heads * cfg.index_head_dim), role=heads
+        )
         self.weights_proj = make.kernel(("embed", cfg.dim), ("heads", cfg.index_n_heads))
         self.compressor = Compressor(cfg, make, CSA_RATIO, cfg.index_head_dim)
 
@@ -93,7 +99,7 @@ class Attention(nnx.Module):
         self.attn_sink = make.full(0.0, ("heads", H))
         self.wq_a = make.kernel(("embed", cfg.dim), ("lora", cfg.q_lora_rank))
         self.q_norm = make.ones(("lora", cfg.q_lora_rank))
-        self.wq_b = make.kernel(("lora", cfg.q_lora_rank), ("heads", H * K))
+        self.wq_b = make.kernel(("lora", cfg.q_lora_rank), ("heads", H * K), role=Role("matrix", heads=H))
         self.wkv = make.kernel(("embed", cfg.dim), ("head_dim", K))
         self.kv_norm = make.ones(("head_dim", K))
         self.wo_a = make.kernel(("groups", G), ("heads", H * K // G), ("lora", cfg.o_lora_rank))

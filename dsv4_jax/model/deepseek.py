@@ -18,6 +18,7 @@ from dsv4_jax.model.params import Params, rms_norm, whole
 from dsv4_jax.model.plan import plan
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.ops.documents import next_ids
+from dsv4_jax.optim import Role
 
 COLLECTABLE = ("streams", "topk", "router_scores")
 
@@ -78,7 +79,7 @@ class DeepSeek(nnx.Module):
             self.mtp = nnx.List([MTP(cfg, make) for _ in range(cfg.n_mtp_layers)])
             self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.head(make, cfg)
             self.norm = make.ones(("norm", cfg.dim))
-            self.head = make.kernel(dim, vocab)
+            self.head = make.kernel(dim, vocab, role=Role("table", rows=-1))
 
     def __call__(
         self,

@@ -12,6 +12,7 @@ from flax import nnx
 
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.params import Params, whole
+from dsv4_jax.optim import MatrixSpec, Role
 
 
 class Mix(NamedTuple):
@@ -47,18 +48,19 @@ def sinkhorn(z_BSNN: jax.Array, iterations: int, eps: float) -> jax.Array:
 def site(make: Params, cfg: ModelConfig) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
     """fn [N*D, 2N + N*N], base [2N + N*N] and scale [3] of one site."""
     n, d = cfg.hc_mult, cfg.dim
-    return _mixers(make, cfg, n * d, 2 * n + n * n, 3)
+    return _mixers(make, cfg, n * d, (n, n, n * n))
 
 
 def head(make: Params, cfg: ModelConfig) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
     """fn [N*D, N], base [N] and scale [1] of the collapse before the output."""
-    return _mixers(make, cfg, cfg.hc_mult * cfg.dim, cfg.hc_mult, 1)
+    return _mixers(make, cfg, cfg.hc_mult * cfg.dim, (cfg.hc_mult,))
 
 
-def _mixers(make: Params, cfg: ModelConfig, width: int, outputs: int, scales: int):
-    fn = make.kernel(("embed", width), ("streams", outputs), suffix="")
-    base = make.full(0.0, ("streams", outputs))
-    return fn, base, make.full(cfg.hc_init_scale, ("streams", scales))
+def _mixers(make: Params, cfg: ModelConfig, width: int, outputs: tuple[int, ...]):
+    gates = Role("matrix", MatrixSpec(output_split=outputs))  # one projection for each kind of gate
+    fn = make.kernel(("embed", width), ("streams", sum(outputs)), suffix="", role=gates)
+    base = make.full(0.0, ("streams", sum(outputs)))
+    return fn, base, make.full(cfg.hc_init_scale, ("streams", len(outputs)))
 
 
 def _project(x_BSND: jax.Array, fn: nnx.Param, eps: float) -> jax.Array:

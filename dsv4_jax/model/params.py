@@ -2,24 +2,26 @@
 """How parameters are declared: shape, logical axes, initial value and official name, in one place.
 
 Every module takes a `Params` and asks it for its tensors. What is declared here decides the sharding
-(`mesh.RULES`), the map to the official checkpoint (`official.py`) and what an optimizer may take for a
-matrix (the last two axes of a kernel; the axes before them only stack matrices).
+(`mesh.RULES`), the map to the official checkpoint (`official.py`) and the rule by which the optimizer
+moves the tensor (its `optim.Role`).
 
-| declared as | shape | initial value | official tensor |
-|---|---|---|---|
-| `kernel` | [..., in, out] | N(0, init_std) | transposed |
-| `table`  | [vocab, D] | N(0, init_std) | as it is |
-| `ones`   | [n] | 1 (norm weights) | as it is |
-| `full`   | any | a constant (biases, gates, sinks, `ape`) | as it is |
+| declared as | shape | initial value | official tensor | role |
+|---|---|---|---|---|
+| `kernel` | [..., in, out] | N(0, init_std) | transposed | matrix in the last two axes, unless told otherwise |
+| `table`  | [vocab, D] | N(0, init_std) | as it is | table |
+| `ones`   | [n] | 1 (norm weights) | as it is | norm |
+| `full`   | any | a constant (biases, gates, sinks, `ape`) | as it is | vector |
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from dsv4_jax.mesh import param_spec
+from dsv4_jax.optim import Role
 
 WEIGHT = ".weight"  # the official name of a linear layer's or a norm's only tensor
 
@@ -40,41 +42,45 @@ class Params:
     std: float
     layers: int = 0
 
-    def kernel(self, *axes: tuple[str, int], suffix: str = WEIGHT) -> nnx.Param:
+    def kernel(self, *axes: tuple[str, int], suffix: str = WEIGHT, role: Role = Role("matrix")) -> nnx.Param:
         """A stack of matrices, axes given as (name, size) with input and output last."""
-        return self._normal(axes, suffix, transposed=True)
+        return self._normal(axes, suffix, role, transposed=True)
 
     def table(self, *axes: tuple[str, int]) -> nnx.Param:
         """A table that is looked up by its first axis."""
-        return self._normal(axes, WEIGHT, transposed=False)
+        return self._normal(axes, WEIGHT, Role("table"), transposed=False)
 
     def ones(self, *axes: tuple[str, int]) -> nnx.Param:
         """A norm weight."""
-        return self.full(1.0, *axes, suffix=WEIGHT)
+        return self._full(1.0, axes, WEIGHT, Role("norm"))
 
-    def full(self, value: float, *axes: tuple[str, int], suffix: str = "", kind: type = nnx.Param):
+    def full(self, value: float, *axes: tuple[str, int], kind: type = nnx.Param):
         """A tensor that starts constant."""
-        names, shape = self._stacked(axes)
-        return self._variable(kind, jnp.full(shape, value), names, suffix, transposed=False)
+        return self._full(value, axes, "", Role("vector"), kind)
 
     def buffer(self, kind: type, value: jax.Array, *names: str):
         """A tensor that no optimizer sees; `value` has the layer axis already."""
         stack = ("layers",) if self.layers else ()
-        return self._variable(kind, value, (*stack, *names), "", transposed=False)
+        return self._variable(kind, value, (*stack, *names), suffix="", transposed=False)
 
     def _stacked(self, axes: tuple[tuple[str, int], ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
         axes = ((("layers", self.layers),) if self.layers else ()) + axes
         return tuple(name for name, _ in axes), tuple(size for _, size in axes)
 
-    def _normal(self, axes: tuple[tuple[str, int], ...], suffix: str, transposed: bool) -> nnx.Param:
+    def _full(
+        self, value: float, axes: tuple[tuple[str, int], ...], suffix: str, role: Role, kind: type = nnx.Param
+    ) -> nnx.Param:
+        names, shape = self._stacked(axes)
+        return self._variable(kind, jnp.full(shape, value), names, suffix=suffix, transposed=False, role=role)
+
+    def _normal(self, axes: tuple[tuple[str, int], ...], suffix: str, role: Role, transposed: bool) -> nnx.Param:
         names, shape = self._stacked(axes)
         value = self.std * jax.random.normal(self.rngs.params(), shape)
-        return self._variable(nnx.Param, value, names, suffix, transposed)
+        return self._variable(nnx.Param, value, names, suffix=suffix, transposed=transposed, role=role)
 
     @staticmethod
-    def _variable(kind: type, value: jax.Array, names: tuple[str, ...], suffix: str, transposed: bool):
-        value = jax.reshard(value, param_spec(names, value.shape))
-        return kind(value, axes=names, suffix=suffix, transposed=transposed)
+    def _variable(kind: type, value: jax.Array, names: tuple[str, ...], **declared: Any):
+        return kind(jax.reshard(value, param_spec(names, value.shape)), axes=names, **declared)
 
 
 def whole(w: nnx.Param, dtype: jnp.dtype = jnp.float32) -> jax.Array:

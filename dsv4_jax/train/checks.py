@@ -2,6 +2,7 @@
 """Checks on the first step of a run, for what otherwise goes wrong in silence."""
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from flax import nnx
 
 from dsv4_jax.config import Config
 from dsv4_jax.model.params import HashTable
-from dsv4_jax.train.state import is_trained
+from dsv4_jax.train.state import frozen
 from dsv4_jax.train.step import objective_weights
 
 
@@ -50,8 +51,8 @@ def _gradients(cfg: Config, norms: dict[str, np.ndarray]) -> list[str]:
     indexed = "indexer_loss" in objective_weights(cfg)
     warnings = []
     for name, norm in norms.items():
-        path = tuple(name.split("."))
-        if not is_trained(cfg, path) or ("indexer" in path and not indexed):
+        stays = frozen(cfg)
+        if (stays and re.search(stays, name)) or ("indexer" in name.split(".") and not indexed):
             continue
         layers = np.flatnonzero(np.atleast_1d(norm) == 0)
         if layers.size:

@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding
 
 from dsv4_jax.config import Config, OptimConfig
 from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.optim import adamw_groups, grouped, v4_groups, v41_groups
+from dsv4_jax.optim.schedules import trapezoid
 
 
 @jax.tree_util.register_dataclass
@@ -33,38 +35,41 @@ class TrainState:
 
 
 def schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
-    """Learning rate of a step: linear warm-up, constant, cosine decay over the last steps."""
-    flat = steps - cfg.warmup_steps - cfg.decay_steps
-    return optax.join_schedules(
-        [
-            lambda step: cfg.learning_rate * (step + 1) / max(cfg.warmup_steps, 1),
-            optax.constant_schedule(cfg.learning_rate),
-            optax.cosine_decay_schedule(
-                cfg.learning_rate, max(cfg.decay_steps, 1), alpha=cfg.end_learning_rate / cfg.learning_rate
-            ),
-        ],
-        [cfg.warmup_steps, cfg.warmup_steps + flat],
-    )
+    """Learning rate by steps done before: linear warm-up, constant, cosine decay over the last steps."""
+    return trapezoid(cfg.learning_rate, cfg.end_learning_rate, cfg.warmup_steps, steps - cfg.decay_steps, steps)
 
 
-def is_trained(cfg: Config, path: tuple[Any, ...]) -> bool:
-    """Whether the stage trains the parameter: the indexer warm-up trains the indexer alone."""
-    return cfg.model.attention != "warmup" or "indexer" in path
+def frozen(cfg: Config) -> str | None:
+    """Pattern of the parameters that the stage leaves alone: the indexer warm-up trains the indexer only."""
+    return r"^(?!.*\bindexer\b)" if cfg.model.attention == "warmup" else None
 
 
-def optimizer(cfg: Config) -> optax.GradientTransformation:
-    """AdamW with global-norm clipping on the parameters of the stage; the others stay as they are."""
+def parameter_groups(cfg: Config, params: Any) -> Any:
+    """The `optim.Group` of every parameter."""
+    tables = {"deepseek_v4": v4_groups, "deepseek_v41": v41_groups, "adamw": adamw_groups}
+    return tables[cfg.optim.name](params, frozen=frozen(cfg), weight_decay=cfg.optim.weight_decay)
+
+
+def optimizer(cfg: Config, params: Any) -> optax.GradientTransformation:
+    """Clipping of the gradient's global norm, then the configured rule of every parameter.
+
+    Args:
+        cfg: the run's configuration.
+        params: its parameters or their shapes, an `nnx.State`.
+    """
     optim = cfg.optim
-    adamw = optax.adamw(
-        schedule(optim, cfg.train.steps), optim.b1, optim.b2, optim.eps, weight_decay=optim.weight_decay
+    rules = grouped(
+        schedule(optim, cfg.train.steps),
+        parameter_groups(cfg, params),
+        momentum=optim.momentum,
+        momentum_dtype=optim.momentum_dtype,
+        coefficients=optim.coefficients,
+        tau=optim.tau,
+        b1=optim.b1,
+        b2=optim.b2,
+        eps=optim.eps,
     )
-    trained = optax.chain(optax.clip_by_global_norm(optim.clip), adamw)
-
-    def labels(params: nnx.State) -> nnx.State:
-        flat = [(path, "trained" if is_trained(cfg, path) else "frozen") for path, _ in nnx.to_flat_state(params)]
-        return jax.tree.unflatten(jax.tree.structure(params), [label for _, label in flat])
-
-    return optax.partition({"trained": trained, "frozen": optax.set_to_zero()}, labels)
+    return optax.chain(optax.clip_by_global_norm(optim.clip), rules)
 
 
 def abstract_model(cfg: Config) -> DeepSeek:
@@ -85,4 +90,4 @@ def abstract_state(cfg: Config) -> TrainState:
 def init_state(cfg: Config) -> TrainState:
     """A new run's state; call it under `jax.jit`, so that every array is made where it belongs."""
     _, params, buffers = nnx.split(DeepSeek(cfg.model, rngs=nnx.Rngs(cfg.train.seed)), nnx.Param, ...)
-    return TrainState(params, buffers, optimizer(cfg).init(params), jnp.zeros((), jnp.int32))
+    return TrainState(params, buffers, optimizer(cfg, params).init(params), jnp.zeros((), jnp.int32))

@@ -76,9 +76,9 @@ def gradient_norms(grads: nnx.State) -> dict[str, jax.Array]:
 
 def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, Metrics]]:
     """The step as a pure function of state and batch, to be jitted with the state donated."""
-    tx, weights = optimizer(cfg), objective_weights(cfg)
+    graphdef, params, _ = nnx.split(abstract_model(cfg), nnx.Param, ...)
+    tx, weights = optimizer(cfg, params), objective_weights(cfg)
     rate = schedule(cfg.optim, cfg.train.steps)
-    graphdef = nnx.graphdef(abstract_model(cfg))
 
     def objective(params: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array]):
         found, load_LE = losses(nnx.merge(graphdef, params, buffers), batch)

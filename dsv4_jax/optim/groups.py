@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameter groups: which rule moves which tensor, with its decay and its factor on the learning rate.
+
+A tensor has a `Role`: our model declares one with every parameter, and for other trees ordered path
+rules give it. A table maps roles to a `Group` for each leaf, and `grouped` makes the optimizer.
+"""
+
+import re
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from dsv4_jax.optim.matrices import MatrixSpec, block_shapes
+from dsv4_jax.optim.muon import scale_by_muon
+from dsv4_jax.optim.newton_schulz import HYBRID, Coefficients, Precision
+from dsv4_jax.optim.sinkhorn import scale_by_sinkhorn
+from dsv4_jax.optim.trees import steady
+
+
+class Role(NamedTuple):
+    """What a tensor is to an optimizer.
+
+    Attributes:
+        kind: "matrix" (one or more), "table" that is looked up, "norm" weight, or any other "vector".
+        matrix: which matrices it holds.
+        heads: matrices along the output side for a head-wise update, which comes instead of
+            `matrix.output_split`; 1: no heads.
+        rows: axis of a table that is looked up.
+        part: "", "engram" or "vision": parts of V4.1 with a learning rate of their own.
+    """
+
+    kind: Literal["matrix", "table", "norm", "vector"]
+    matrix: MatrixSpec = MatrixSpec()
+    heads: int = 1
+    rows: int = -2
+    part: str = ""
+
+
+class Group(NamedTuple):
+    """How a leaf is updated: W <- W (1 - lr factor decay) - lr factor direction.
+
+    Attributes:
+        rule: "muon", "sinkhorn", "adamw", or "frozen" for no change and no state.
+        decay: weight decay.
+        factor: on the learning rate, a number or a schedule.
+        matrix: of Muon.
+        rows: of the Sinkhorn-balanced update.
+    """
+
+    rule: Literal["muon", "sinkhorn", "adamw", "frozen"]
+    decay: float = 0.0
+    factor: float | optax.Schedule = 1.0
+    matrix: MatrixSpec = MatrixSpec()
+    rows: int = -2
+
+
+Rules = Sequence[tuple[str, Role]]
+
+
+def roles(params: Any, rules: Rules | None = None) -> list[tuple[str, Role]]:
+    """Path and role of every leaf, in the order of `jax.tree.leaves`.
+
+    Args:
+        params: a pytree. Leaves declare their role as an attribute `role`, as the model's variables
+            do, or get it from `rules`.
+        rules: (regular expression, role); the first that is found in the path, written `a.0.b`, counts.
+
+    Raises:
+        ValueError: for a leaf without a role, or a rule that is no leaf's first.
+    """
+    declares = lambda x: hasattr(x, "role")
+    leaves = jax.tree.leaves_with_path(params, is_leaf=declares)
+    named = [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+    if rules is None:
+        missing = [path for path, leaf in named if not declares(leaf)]
+        if missing:
+            raise ValueError(f"no role is declared for {_some(missing)}; give rules = [(path pattern, Role), ...]")
+        return [(path, leaf.role) for path, leaf in named]
+    first = [next((i for i, (pattern, _) in enumerate(rules) if re.search(pattern, path)), None) for path, _ in named]
+    unmatched = [path for (path, _), i in zip(named, first, strict=True) if i is None]
+    unused = [pattern for i, (pattern, _) in enumerate(rules) if i not in first]
+    if unmatched or unused:
+        problems = [f"no rule matches {_some(unmatched)}"] * bool(unmatched)
+        problems += [f"no leaf is left for the rule {_some(unused)}"] * bool(unused)
+        raise ValueError("; ".join(problems))
+    return [(path, rules[i][1]) for (path, _), i in zip(named, first, strict=True) if i is not None]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + f" and {len(names) - 5} more" * (len(names) > 5)
+
+
+def v4_groups(params: Any, rules: Rules | None = None, *, frozen: str | None = None, weight_decay: float = 0.1) -> Any:
+    """The table of V4 (section 2.4): a tree of `Group` like `params`.
+
+    Muon for all matrices, AdamW for the rest, all with weight decay. Queries count as one matrix. The
+    report does not say how it decays biases and gates; it names one AdamW and exempts nothing.
+
+    Args:
+        params: see `roles`.
+        rules: for trees that do not declare roles.
+        frozen: regular expression of paths that stay as they are.
+        weight_decay: of all leaves.
+
+    Raises:
+        ValueError: see `roles`; or if nothing matches `frozen`.
+    """
+
+    def group(role: Role) -> Group:
+        if role.kind == "matrix":
+            return Group("muon", weight_decay, matrix=role.matrix)
+        return Group("adamw", weight_decay)
+
+    return _groups(params, rules, frozen, group)
+
+
+def v41_groups(
+    params: Any,
+    rules: Rules | None = None,
+    *,
+    frozen: str | None = None,
+    weight_decay: float = 0.1,
+    engram_factor: float = 5.0,
+    vision_factor: float | optax.Schedule = 0.1,
+) -> Any:
+    """The table of V4.1 (section 2.5): a tree of `Group` like `params`.
+
+    | role | rule | decays |
+    |---|---|---|
+    | matrix | Muon, head-wise where it has heads; Engram's with its factor | yes |
+    | table | Sinkhorn-balanced; Engram's with its factor | no |
+    | norm | AdamW | yes |
+    | vector | AdamW | no |
+
+    Args:
+        params: see `roles`.
+        rules: for trees that do not declare roles.
+        frozen: regular expression of paths that stay as they are: the vision tower, until the learning
+            rate decays.
+        weight_decay: of matrices and norm weights; tables and vectors have none.
+        engram_factor: on the learning rate of Engram's table and matrices.
+        vision_factor: on the learning rate of the vision tower: smaller than 1, says the report; the
+            number is our choice.
+
+    Raises:
+        ValueError: see `roles`; or if nothing matches `frozen`.
+    """
+
+    def group(role: Role) -> Group:
+        scaled = {"engram": engram_factor if role.kind in ("matrix", "table") else 1.0, "vision": vision_factor}
+        factor = scaled.get(role.part, 1.0)
+        if role.kind == "matrix":
+            matrix = role.matrix._replace(output_split=role.heads) if role.heads > 1 else role.matrix
+            return Group("muon", weight_decay, factor, matrix=matrix)
+        if role.kind == "table":
+            return Group("sinkhorn", 0.0, factor, rows=role.rows)
+        return Group("adamw", weight_decay if role.kind == "norm" else 0.0, factor)
+
+    return _groups(params, rules, frozen, group)
+
+
+def adamw_groups(
+    params: Any, rules: Rules | None = None, *, frozen: str | None = None, weight_decay: float = 0.1
+) -> Any:
+    """AdamW for every leaf, the baseline: a tree of `Group` like `params`; see `v4_groups`."""
+    return _groups(params, rules, frozen, lambda role: Group("adamw", weight_decay))
+
+
+def _groups(params: Any, rules: Rules | None, frozen: str | None, group: Callable[[Role], Group]) -> Any:
+    found = roles(params, rules)
+    stays = [frozen is not None and re.search(frozen, path) is not None for path, _ in found]
+    if frozen is not None and not any(stays):
+        raise ValueError(f"frozen = {frozen!r} matches no path, such as {_some([path for path, _ in found])}")
+    groups = [Group("frozen") if stay else group(role) for stay, (_, role) in zip(stays, found, strict=True)]
+    return jax.tree.structure(params).unflatten(groups)
+
+
+def grouped(
+    learning_rate: optax.ScalarOrSchedule,
+    groups: Any,
+    *,
+    momentum: float = 0.95,
+    momentum_dtype: Any | None = None,
+    rms: float = 0.18,
+    coefficients: Coefficients = HYBRID,
+    precision: Precision | None = None,
+    gram: bool = False,
+    batch_size: int | None = None,
+    tau: float = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-20,
+) -> optax.GradientTransformation:
+    """One optimizer for a tree whose leaves belong to groups.
+
+    Args:
+        learning_rate: a number or a schedule, before the groups' factors.
+        groups: a tree of `Group` like the parameters.
+        momentum: of Muon and of the Sinkhorn-balanced update.
+        momentum_dtype: type of that momentum; None: that of the parameters.
+        rms: root mean square of both updates.
+        coefficients: of Muon, as the following three; see `newton_schulz`.
+        precision: of its products.
+        gram: whether it iterates on Gram matrices where that is cheaper.
+        batch_size: matrices that it iterates at a time.
+        tau: of the Sinkhorn-balanced update; see `scale_by_sinkhorn`.
+        b1: of AdamW, as the following two; not Nesterov's form.
+        b2: decay of its second moment.
+        eps: added to the root of its second moment.
+    """
+    leaves = _leaves(groups)
+    labels = _like(groups, [group.rule for group in leaves])
+    muon = scale_by_muon(
+        _like(groups, [group.matrix for group in leaves]),
+        momentum=momentum,
+        momentum_dtype=momentum_dtype,
+        rms=rms,
+        coefficients=coefficients,
+        precision=precision,
+        gram=gram,
+        batch_size=batch_size,
+    )
+    sinkhorn = optax.chain(
+        steady(optax.trace(momentum, True, momentum_dtype)),
+        scale_by_sinkhorn(_like(groups, [group.rows for group in leaves]), scale=rms, tau=tau),
+    )
+    rules: dict[Hashable, optax.GradientTransformation] = {
+        "muon": muon,
+        "sinkhorn": sinkhorn,
+        "adamw": steady(optax.scale_by_adam(b1, b2, eps)),
+        "frozen": optax.set_to_zero(),
+    }
+    return optax.chain(optax.partition(rules, labels), _scale_by_group(learning_rate, leaves))
+
+
+def _leaves(groups: Any) -> list[Group]:
+    return jax.tree.leaves(groups, is_leaf=lambda x: isinstance(x, Group))
+
+
+def _like(groups: Any, values: Sequence[Any]) -> Any:
+    return jax.tree.structure(groups, is_leaf=lambda x: isinstance(x, Group)).unflatten(values)
+
+
+def _scale_by_group(learning_rate: optax.ScalarOrSchedule, groups: Sequence[Group]) -> optax.GradientTransformation:
+    """-lr factor (update + decay parameter); the state counts steps, for the schedules."""
+
+    def init(params: optax.Params) -> optax.ScaleByScheduleState:
+        del params
+        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
+        if params is None:
+            raise ValueError("weight decay needs the parameters: call update(updates, state, params)")
+        at = lambda value: value(state.count) if callable(value) else value
+        leaves, treedef = jax.tree.flatten(updates)
+        scaled = [
+            (-(at(learning_rate) * at(g.factor)) * (u + g.decay * p if g.decay else u)).astype(u.dtype)
+            for u, p, g in zip(leaves, jax.tree.leaves(params), groups, strict=True)
+        ]
+        return treedef.unflatten(scaled), optax.ScaleByScheduleState(optax.safe_increment(state.count))
+
+    return optax.GradientTransformation(init, update)
+
+
+def deepseek_v4(
+    learning_rate: optax.ScalarOrSchedule,
+    params: Any,
+    rules: Rules | None = None,
+    *,
+    frozen: str | None = None,
+    **settings: Any,
+) -> optax.GradientTransformation:
+    """V4's optimizer: `grouped` with `v4_groups`.
+
+    Args:
+        learning_rate: a number or a schedule.
+        params: the parameters or their shapes; see `v4_groups`, as the following two.
+        rules: for trees that do not declare roles.
+        frozen: paths that stay as they are.
+        settings: see `grouped`.
+    """
+    return grouped(learning_rate, v4_groups(params, rules, frozen=frozen), **settings)
+
+
+def deepseek_v41(
+    learning_rate: optax.ScalarOrSchedule,
+    params: Any,
+    rules: Rules | None = None,
+    *,
+    frozen: str | None = None,
+    engram_factor: float = 5.0,
+    vision_factor: float | optax.Schedule = 0.1,
+    **settings: Any,
+) -> optax.GradientTransformation:
+    """V4.1's optimizer: `grouped` with `v41_groups`.
+
+    Args:
+        learning_rate: a number or a schedule.
+        params: the parameters or their shapes; see `v41_groups`, as the following four.
+        rules: for trees that do not declare roles.
+        frozen: paths that stay as they are.
+        engram_factor: on the learning rate of Engram.
+        vision_factor: on the learning rate of the vision tower.
+        settings: see `grouped`.
+    """
+    groups = v41_groups(params, rules, frozen=frozen, engram_factor=engram_factor, vision_factor=vision_factor)
+    return grouped(learning_rate, groups, **settings)
+
+
+def describe(params: Any, groups: Any, rms: float = 0.18) -> str:
+    """A table with a line a leaf: path, shape, rule, matrices, decay, factor and expected update.
+
+    The update is the root mean square, over the learning rate and before decay, of the first step of a
+    gradient of full rank (of the rows that move, in a table).
+    """
+    lines = [("parameter", "shape", "rule", "matrices", "decay", "factor", "update")]
+    leaves = jax.tree.leaves_with_path(params, is_leaf=lambda x: hasattr(x, "role"))
+    for (path, _), x, group in zip(leaves, jax.tree.leaves(params), _leaves(groups), strict=True):
+        factor = "schedule" if callable(group.factor) else f"{group.factor:g}"
+        update = {"muon": rms, "sinkhorn": rms, "adamw": 1.0, "frozen": 0.0}[group.rule]
+        if not callable(group.factor):
+            update *= group.factor
+        lines.append(
+            (
+                jax.tree_util.keystr(path, simple=True, separator="."),
+                " x ".join(map(str, x.shape)),
+                group.rule,
+                _matrices(group, x.shape),
+                f"{group.decay:g}",
+                factor,
+                f"{update:g}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _matrices(group: Group, shape: tuple[int, ...]) -> str:
+    if group.rule != "muon":
+        return "-"
+    shapes = block_shapes(group.matrix, shape)
+    return " + ".join(f"{shapes.count(shape)} of {shape[0]} x {shape[1]}" for shape in dict.fromkeys(shapes))

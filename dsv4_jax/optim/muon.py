@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Muon (section 2.4 of the V4 report): momentum, then the orthogonal factor of every matrix.
+
+Head-wise Muon (section 2.5 of the V4.1 report) is the same with another `MatrixSpec`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from dsv4_jax.optim.matrices import MatrixSpec, map_matrices
+from dsv4_jax.optim.newton_schulz import HYBRID, Coefficients, Precision, newton_schulz
+from dsv4_jax.optim.trees import leaf_settings, steady
+
+Specs = MatrixSpec | Any | Callable[[Any], Any]
+
+
+def scale_by_orthogonal(
+    matrices: Specs = MatrixSpec(),
+    *,
+    rms: float | jax.Array = 0.18,
+    coefficients: Coefficients = HYBRID,
+    precision: Precision | None = None,
+    gram: bool = False,
+    batch_size: int | None = None,
+) -> optax.GradientTransformation:
+    """Replaces every matrix by its orthogonal factor times rms * sqrt(max(rows, columns)).
+
+    A matrix of full rank then has entries of root mean square `rms`, one of rank r of
+    rms * sqrt(r / min(rows, columns)). There is no state.
+
+    Args:
+        matrices: one spec for all leaves, or a tree of specs, or a function from updates to such a
+            tree. `optax.contrib.MuonDimensionNumbers` are specs too. The default takes the last two
+            axes of every leaf for a matrix and the others for stacks.
+        rms: root mean square of a full-rank update.
+        coefficients: see `newton_schulz`, as the following.
+        precision: of the products.
+        gram: iterate on Gram matrices where that is cheaper.
+        batch_size: matrices iterated at a time on a device.
+
+    Raises:
+        ValueError: from `update`, if a spec does not fit its leaf.
+    """
+
+    def orthogonal(x_Nnm: jax.Array) -> jax.Array:
+        y = newton_schulz(x_Nnm, coefficients, precision=precision, gram=gram, batch_size=batch_size)
+        return y * x_Nnm.shape[-1] ** 0.5
+
+    def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None):
+        del params
+        leaves, treedef = jax.tree.flatten(updates)
+        specs = leaf_settings(matrices, updates, (MatrixSpec, optax.contrib.MuonDimensionNumbers))
+        leaves = jax.jit(lambda xs: map_matrices(orthogonal, xs, specs))(leaves)
+        return treedef.unflatten([(rms * x).astype(x.dtype) for x in leaves]), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def scale_by_muon(
+    matrices: Specs = MatrixSpec(),
+    *,
+    momentum: float | jax.Array = 0.95,
+    nesterov: bool = True,
+    momentum_dtype: Any | None = None,
+    rms: float | jax.Array = 0.18,
+    coefficients: Coefficients = HYBRID,
+    precision: Precision | None = None,
+    gram: bool = False,
+    batch_size: int | None = None,
+) -> optax.GradientTransformation:
+    """Nesterov momentum, then `scale_by_orthogonal`.
+
+    M <- momentum M + G, and the orthogonal factor of momentum M + G. The V4.1 report writes both sums
+    with a factor 1 - momentum, which the factor does not see. The state is M alone.
+
+    Args:
+        matrices: see `scale_by_orthogonal`, as all that is not named here.
+        momentum: decay of M.
+        nesterov: whether G is added once more.
+        momentum_dtype: type in which M is kept; None: that of the parameters.
+    """
+    direction = scale_by_orthogonal(
+        matrices, rms=rms, coefficients=coefficients, precision=precision, gram=gram, batch_size=batch_size
+    )
+    return optax.chain(steady(optax.trace(momentum, nesterov, momentum_dtype)), direction)
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule,
+    matrices: Specs = MatrixSpec(),
+    *,
+    weight_decay: float | jax.Array = 0.1,
+    mask: Any | Callable[[optax.Params], Any] | None = None,
+    momentum: float | jax.Array = 0.95,
+    nesterov: bool = True,
+    momentum_dtype: Any | None = None,
+    rms: float | jax.Array = 0.18,
+    coefficients: Coefficients = HYBRID,
+    precision: Precision | None = None,
+    gram: bool = False,
+    batch_size: int | None = None,
+) -> optax.GradientTransformation:
+    """Muon for leaves that are all matrices: W <- W (1 - lr decay) - lr update.
+
+    For a whole model see `deepseek_v4` and `grouped`, or give the other leaves to another optimizer
+    with `optax.partition`. The rates of AdamW carry over, as the update has the root mean square of
+    one of AdamW's.
+
+    Args:
+        learning_rate: a number or a schedule.
+        matrices: see `scale_by_orthogonal`, as all that is not named here.
+        weight_decay: decoupled, times the learning rate and nothing else.
+        mask: which leaves decay, as in `optax.add_decayed_weights`.
+        momentum: see `scale_by_muon`, as the following two.
+        nesterov: whether the gradient is added once more.
+        momentum_dtype: type of the momentum.
+    """
+    direction = scale_by_muon(
+        matrices,
+        momentum=momentum,
+        nesterov=nesterov,
+        momentum_dtype=momentum_dtype,
+        rms=rms,
+        coefficients=coefficients,
+        precision=precision,
+        gram=gram,
+        batch_size=batch_size,
+    )
+    return optax.chain(
+        direction, optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
+    )

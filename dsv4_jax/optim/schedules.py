@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules counted in tokens, exact to the token at any size, and the published recipes.
+
+Token counts pass 2^31 within some thirty steps of the published batches, so they are Python integers;
+inside a jitted function only the step number and fractions of a phase appear.
+"""
+
+import bisect
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class Stepwise:
+    """A whole number that changes at token counts: a batch size in tokens, a sequence length.
+
+    Attributes:
+        changes: (tokens seen, value from there on), the first at 0, ascending.
+
+    Raises:
+        ValueError: for other counts, or values that are not positive.
+    """
+
+    changes: tuple[tuple[int, int], ...]
+
+    def __post_init__(self):
+        starts = [start for start, _ in self.changes]
+        if not starts or starts[0] != 0 or starts != sorted(set(starts)) or min(v for _, v in self.changes) < 1:
+            raise ValueError(f"changes must ascend from 0 tokens, with positive values; found {self.changes}")
+
+    def __call__(self, tokens: int) -> int:
+        """The value when `tokens` have been seen."""
+        return self.changes[bisect.bisect_right(self.changes, tokens, key=lambda change: change[0]) - 1][1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """Steps against tokens, for a batch size that changes at token counts.
+
+    A step takes the batch that is in force when it begins, so a change waits for the first step that
+    begins at or after its count. Without a batch size one step is one token: schedules then count steps.
+    """
+
+    batch: Stepwise = Stepwise(((0, 1),))
+
+    @functools.cached_property
+    def segments(self) -> tuple[tuple[int, int, int], ...]:
+        """(first step, tokens seen before it, tokens of a step) between changes."""
+        found: list[tuple[int, int, int]] = []
+        for start, size in self.batch.changes:
+            if found:
+                step, tokens, before = found[-1]
+                steps = max(-(-(start - tokens) // before), 0)
+                found.append((step + steps, tokens + steps * before, size))
+            else:
+                found.append((0, 0, size))
+        return tuple(found)
+
+    def tokens(self, step: int) -> int:
+        """Tokens seen before step `step`, from 0."""
+        first, seen, size = self.segments[bisect.bisect_right(self.segments, step, key=lambda s: s[0]) - 1]
+        return seen + (step - first) * size
+
+    def steps(self, tokens: int) -> int:
+        """Steps after which at least `tokens` have been seen: the first step that begins there."""
+        later = [segment for segment in self.segments if segment[1] <= tokens]
+        first, seen, size = later[-1]
+        return first - (-(tokens - seen) // size)
+
+
+def trapezoid(
+    peak: float, end: float, warmup_steps: int, decay_from: int, decay_to: int, clock: Clock = Clock()
+) -> optax.Schedule:
+    """Linear warm-up, constant at `peak`, a cosine down to `end`, constant at `end`.
+
+    A step has the rate that belongs to the tokens seen when it ends: the first of `warmup_steps` steps
+    has peak / warmup_steps, and a step that ends at `decay_to` has `end`.
+
+    Args:
+        peak: highest value.
+        end: last value.
+        warmup_steps: steps of the warm-up.
+        decay_from: tokens at which the cosine begins; steps, for the default clock.
+        decay_to: tokens at which it ends.
+        clock: the batch size.
+
+    Returns:
+        Function of the number of steps done before: of a Python int, a float in double precision; of a
+        traced array, fp32.
+
+    Raises:
+        ValueError: if the cosine ends before it begins, or a count is negative.
+    """
+    if not 0 <= decay_from <= decay_to or warmup_steps < 0:
+        raise ValueError(
+            "expected 0 <= decay_from <= decay_to and warmup_steps >= 0; "
+            f"found {decay_from=}, {decay_to=}, {warmup_steps=}"
+        )
+    length = max(decay_to - decay_from, 1)
+    first = [step for step, _, _ in clock.segments]
+    start = [(seen - decay_from) / length for _, seen, _ in clock.segments]  # rounded once, from exact integers
+    slope = [size / length for _, _, size in clock.segments]
+
+    def schedule(step: Any) -> Any:
+        host = isinstance(step, int)
+        xp: Any = np if host else jnp
+        number = (lambda x: np.asarray(x, np.float64)) if host else (lambda x: jnp.asarray(x, jnp.float32))
+        # A step lies in the last segment that begins at or before it.
+        at = xp.searchsorted(xp.asarray(first), step, side="right") - 1
+        progress = number(start)[at] + number(slope)[at] * number(step + 1 - xp.asarray(first)[at])
+        cosine = 0.5 * (1 + xp.cos(math.pi * xp.clip(progress, 0, 1)))
+        rate = xp.minimum(number(step + 1) / max(warmup_steps, 1), 1) * (end + (peak - end) * cosine)
+        return float(rate) if host else rate
+
+    return schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A pre-training run in tokens.
+
+    Attributes:
+        tokens: of the whole run.
+        batch: tokens of a step.
+        length: positions of a row.
+        peak: highest learning rate.
+        end: last learning rate.
+        warmup_steps: steps of linear warm-up.
+        decay: tokens at which the cosine begins and ends.
+        chosen: which of these the reports do not state.
+    """
+
+    tokens: int
+    batch: Stepwise
+    length: Stepwise
+    peak: float
+    end: float
+    warmup_steps: int
+    decay: tuple[int, int]
+    chosen: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def clock(self) -> Clock:
+        """Steps against tokens."""
+        return Clock(self.batch)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.clock.steps(self.tokens)
+
+    @property
+    def learning_rate(self) -> optax.Schedule:
+        """Learning rate by steps done before."""
+        return trapezoid(self.peak, self.end, self.warmup_steps, *self.decay, self.clock)
+
+
+_T, _B = 10**12, 10**9
+
+DEEPSEEK_V4_FLASH = Recipe(
+    tokens=32 * _T,
+    batch=Stepwise(tuple((k * 80 * _B, (k + 1) * 3 * 2**22) for k in range(6))),
+    length=Stepwise(((0, 4096), (_T // 2, 16384), (_T, 65536), (30 * _T, 2**20))),
+    peak=2.7e-4,
+    end=2.7e-5,
+    warmup_steps=2000,
+    decay=(26 * _T, 32 * _T),
+    chosen=("ramp of the batch size", "where lengths change, except 64K at 1T", "where the decay begins"),
+)
+"""V4-Flash (sections 4.1 and 4.2 of its report)."""
+
+DEEPSEEK_V4_PRO = Recipe(
+    tokens=33 * _T,
+    batch=Stepwise(tuple((k * 100 * _B, (k + 1) * 9 * 2**21) for k in range(5))),
+    length=Stepwise(((0, 4096), (_T, 16384), (2 * _T, 65536), (31 * _T, 2**20))),
+    peak=2.0e-4,
+    end=2.0e-5,
+    warmup_steps=2000,
+    decay=(27 * _T, 33 * _T),
+    chosen=("ramp of the batch size", "where lengths change", "where the decay begins"),
+)
+"""V4-Pro (sections 4.1 and 4.2 of its report)."""
+
+DEEPSEEK_V41_FLASH = Recipe(
+    tokens=45 * _T,
+    batch=Stepwise(((0, 96 * 2**20),)),
+    length=Stepwise(((0, 65536), (34 * _T, 2**20))),
+    peak=2.6e-4,
+    end=2.6e-5,
+    warmup_steps=2000,
+    decay=(28 * _T, 40 * _T),
+)
+"""V4.1-Flash (section 4.2 of its report)."""
