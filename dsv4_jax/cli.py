@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dsv4_jax.config import Config, config_from_json, load_config
+from dsv4_jax.config import Config, config_from_json, load_config, made_by
 from dsv4_jax.validate import ConfigError
 
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """`python -m dsv4_jax COMMAND`."""
     parser = argparse.ArgumentParser(prog="python -m dsv4_jax", description="Commands beside train.py.")
     commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser("plan", help="print a configuration's layers, parameters and objective")
+    plan = commands.add_parser("plan", help="print a configuration's layers, parameters, objective and optimizer")
     plan.add_argument("config", help="a configuration file")
     plan.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key value ...")
     sample = commands.add_parser("sample", help="continue a prompt with a trained model")
@@ -51,16 +51,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sample.add_argument("--bytes", type=int, default=256, help="bytes to add (default 256)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest byte (default 0.8)")
     sample.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    lab = commands.add_parser("optim-lab", help="compare optimizers on a small task; the same command again resumes")
+    lab.add_argument("spec", type=Path, help="a Python file that defines lab()")
+    lab.add_argument("--out", type=Path, help="folder of the results (default runs/optim_lab/NAME OF SPEC)")
     args = parser.parse_args(arguments)
-    exit_on_config_error(lambda: _plan(args) if args.command == "plan" else _sample(args))
+    run = {"plan": _plan, "sample": _sample, "optim-lab": _optim_lab}[args.command]
+    exit_on_config_error(lambda: run(args))
 
 
 def _plan(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
-    from dsv4_jax.summary import describe_model, describe_objective
+    from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer
     from dsv4_jax.train.step import objective_weights
 
-    print("\n".join([*describe_model(config.model), describe_objective(objective_weights(config))]))
+    optimizer, parameters = describe_optimizer(config)
+    objective = describe_objective(objective_weights(config))
+    print(*describe_model(config.model), objective, optimizer, "", parameters, sep="\n")
+
+
+def _optim_lab(args: argparse.Namespace) -> None:
+    lab = made_by(args.spec, "lab")
+    from dsv4_jax.lab import Lab, run_lab
+    from dsv4_jax.lab.report import draw, table
+
+    if not isinstance(lab, Lab):
+        raise ConfigError(f"{args.spec}: lab() must return a dsv4_jax.lab.Lab, found {type(lab).__name__}")
+    out = args.out or Path("runs/optim_lab") / args.spec.stem
+    results = run_lab(lab, out, lambda line: print(line, flush=True))
+    print(table(lab, results), *draw(lab, results, out), sep="\n")
 
 
 def _sample(args: argparse.Namespace) -> None:

@@ -165,8 +165,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: for a file that does not give a `Config`, an unknown key (naming the nearest valid
             one), a value of the wrong type or one that breaks a rule.
     """
+    config = made_by(path, "config")
+    if not isinstance(config, Config):
+        raise ConfigError(f"{path}: config() must return a dsv4_jax.config.Config, found {type(config).__name__}")
+    return _override(config, overrides)
+
+
+def made_by(path: str | Path, function: str) -> Any:
+    """What the function of that name in the Python file at `path` returns.
+
+    Raises:
+        ConfigError: naming the file, if there is none, or it fails.
+    """
     try:
-        config = runpy.run_path(str(path))["config"]()
+        return runpy.run_path(str(path))[function]()
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except FileNotFoundError:
@@ -181,9 +193,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: {error}") from error
     except Exception as error:
         raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
-    if not isinstance(config, Config):
-        raise ConfigError(f"{path}: config() must return a dsv4_jax.config.Config, found {type(config).__name__}")
-    return _override(config, overrides)
 
 
 def config_from_json(tree: dict[str, Any]) -> Config:

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration amounts to, in lines of text: layers, parameters, objective."""
+"""What a configuration amounts to, in lines of text: layers, parameters, objective, optimizer."""
 
+import collections
 import math
 
 import jax
 from flax import nnx
 
+from dsv4_jax import optim
+from dsv4_jax.config import Config
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.optim.groups import block_count, group_leaves
+from dsv4_jax.train.state import abstract_model, parameter_groups
 
 
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int]:
@@ -42,3 +47,16 @@ def describe_model(cfg: ModelConfig) -> list[str]:
 def describe_objective(weights: dict[str, float]) -> str:
     """The objective as a sum."""
     return "objective   " + " + ".join(name if w == 1 else f"{w:g} {name}" for name, w in weights.items())
+
+
+def describe_optimizer(cfg: Config) -> tuple[str, str]:
+    """How many parameters each rule moves, in a line; and a table with a line for every parameter."""
+    params = nnx.state(abstract_model(cfg), nnx.Param)
+    groups = parameter_groups(cfg, params)
+    sizes: collections.Counter[str] = collections.Counter()
+    matrices = 0
+    for x, group in zip(jax.tree.leaves(params), group_leaves(groups), strict=True):
+        sizes[group.rule] += x.size
+        matrices += block_count(group, x.shape).total()
+    moved = [f"{rule} {size:,}" + f" in {matrices:,} matrices" * (rule == "muon") for rule, size in sizes.most_common()]
+    return f"optimizer   {cfg.optim.name}: {', '.join(moved)}", optim.describe(params, groups)

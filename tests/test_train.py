@@ -157,7 +157,10 @@ def batch():
 
 @pytest.mark.parametrize("mode", ["dense", "warmup"])
 def test_a_stage_trains_exactly_its_parameters(batch, mode, corpus, tmp_path):
-    """Indexer warm-up moves the indexer alone; the dense stage's indexer gets no gradient at all."""
+    """Indexer warm-up moves the indexer alone; the dense stage's indexer gets no gradient and decays.
+
+    What moves by Muon is orthogonal: the singular values of a matrix's step say so.
+    """
     cfg = config(corpus, tmp_path, 8, model=dataclasses.replace(MODEL, attention=mode))
     state = jax.jit(lambda: init_state(cfg))()
     after, told = jax.jit(make_train_step(cfg))(state, loop._put(batch))
@@ -167,6 +170,12 @@ def test_a_stage_trains_exactly_its_parameters(batch, mode, corpus, tmp_path):
             assert moved == ("indexer" in path), path
         elif "indexer" in path:
             assert float(jnp.max(told["grad_norms"][".".join(map(str, path))])) == 0
+            if old.role.kind == "matrix":
+                np.testing.assert_allclose(new.get_value(), (1 - 0.1 * 5e-3) * old.get_value(), rtol=1e-5)
+        elif path[-1] in ("wq_a", "w2"):
+            matrices = np.asarray((1 - 0.1 * 5e-3) * old.get_value() - new.get_value()) / 5e-3
+            values = np.linalg.svd(matrices, compute_uv=False) / (0.18 * max(matrices.shape[-2:]) ** 0.5)
+            assert np.median(values) == pytest.approx(1, abs=0.01), path
     assert start_warnings(cfg, jax.device_get(told), after.buffers) == []
 
 
@@ -204,10 +213,24 @@ def test_biases_move_against_the_load(corpus, tmp_path):
         np.testing.assert_array_equal(row, 0.25 * np.sign(np.mean(load[layer]) - load[layer]))
 
 
-def test_schedule_has_the_published_shape():
+def test_the_schedule_fills_the_run():
+    """The first step is not wasted on a rate of 0, and the last one has the end rate."""
     rate = schedule(OptimConfig(learning_rate=1.0, end_learning_rate=0.1, warmup_steps=4, decay_steps=10), 100)
-    np.testing.assert_allclose([rate(t) for t in range(5)], [0.25, 0.5, 0.75, 1, 1], rtol=1e-6)
-    np.testing.assert_allclose([rate(89), rate(90), rate(95), rate(100)], [1, 1, 0.55, 0.1], rtol=1e-5)
+    np.testing.assert_allclose([rate(t) for t in (0, 3, 89, 94, 99)], [0.25, 1, 1, 0.55, 0.1], rtol=1e-6)
+
+
+def test_the_other_table_trains_with_a_momentum_in_bf16(batch, corpus, tmp_path):
+    cfg = config(corpus, tmp_path, 8)
+    cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, name="deepseek_v41", momentum_dtype="bfloat16"))
+    state = jax.jit(lambda: init_state(cfg))()
+    types = jax.tree.map(jax.typeof, state)
+    assert sum(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state)) > 20
+    step, told = jax.jit(make_train_step(cfg)), []
+    for _ in range(4):
+        state, metrics = step(state, loop._put(batch))
+        told.append(float(metrics["loss"]))
+    assert told[3] < told[0] - 0.3
+    assert jax.tree.map(jax.typeof, state) == types and step._cache_size() == 1  # one compilation for all steps
 
 
 def test_start_warnings_name_what_is_wrong(batch, corpus, tmp_path):

@@ -71,7 +71,9 @@ class Params:
         self, value: float, axes: tuple[tuple[str, int], ...], suffix: str, role: Role, kind: type = nnx.Param
     ) -> nnx.Param:
         names, shape = self._stacked(axes)
-        return self._variable(kind, jnp.full(shape, value), names, suffix=suffix, transposed=False, role=role)
+        return self._variable(
+            kind, jnp.full(shape, value, jnp.float32), names, suffix=suffix, transposed=False, role=role
+        )
 
     def _normal(self, axes: tuple[tuple[str, int], ...], suffix: str, role: Role, transposed: bool) -> nnx.Param:
         names, shape = self._stacked(axes)

@@ -5,6 +5,7 @@ A tensor has a `Role`: our model declares one with every parameter, and for othe
 rules give it. A table maps roles to a `Group` for each leaf, and `grouped` makes the optimizer.
 """
 
+import collections
 import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -211,7 +212,7 @@ def grouped(
         b2: decay of its second moment.
         eps: added to the root of its second moment.
     """
-    leaves = _leaves(groups)
+    leaves = group_leaves(groups)
     labels = _like(groups, [group.rule for group in leaves])
     muon = scale_by_muon(
         _like(groups, [group.matrix for group in leaves]),
@@ -236,7 +237,8 @@ def grouped(
     return optax.chain(optax.partition(rules, labels), _scale_by_group(learning_rate, leaves))
 
 
-def _leaves(groups: Any) -> list[Group]:
+def group_leaves(groups: Any) -> list[Group]:
+    """The groups of a tree, in the order of its leaves."""
     return jax.tree.leaves(groups, is_leaf=lambda x: isinstance(x, Group))
 
 
@@ -318,7 +320,7 @@ def describe(params: Any, groups: Any, rms: float = 0.18) -> str:
     """
     lines = [("parameter", "shape", "rule", "matrices", "decay", "factor", "update")]
     leaves = jax.tree.leaves_with_path(params, is_leaf=lambda x: hasattr(x, "role"))
-    for (path, _), x, group in zip(leaves, jax.tree.leaves(params), _leaves(groups), strict=True):
+    for (path, _), x, group in zip(leaves, jax.tree.leaves(params), group_leaves(groups), strict=True):
         factor = "schedule" if callable(group.factor) else f"{group.factor:g}"
         update = {"muon": rms, "sinkhorn": rms, "adamw": 1.0, "frozen": 0.0}[group.rule]
         if not callable(group.factor):
@@ -328,7 +330,7 @@ def describe(params: Any, groups: Any, rms: float = 0.18) -> str:
                 jax.tree_util.keystr(path, simple=True, separator="."),
                 " x ".join(map(str, x.shape)),
                 group.rule,
-                _matrices(group, x.shape),
+                " + ".join(f"{n} of {a} x {b}" for (a, b), n in block_count(group, x.shape).items()) or "-",
                 f"{group.decay:g}",
                 factor,
                 f"{update:g}",
@@ -338,8 +340,6 @@ def describe(params: Any, groups: Any, rms: float = 0.18) -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def _matrices(group: Group, shape: tuple[int, ...]) -> str:
-    if group.rule != "muon":
-        return "-"
-    shapes = block_shapes(group.matrix, shape)
-    return " + ".join(f"{shapes.count(shape)} of {shape[0]} x {shape[1]}" for shape in dict.fromkeys(shapes))
+def block_count(group: Group, shape: tuple[int, ...]) -> collections.Counter[tuple[int, int]]:
+    """How many matrices of each shape the group finds in a leaf of `shape`; none outside of Muon."""
+    return collections.Counter(block_shapes(group.matrix, shape) if group.rule == "muon" else ())

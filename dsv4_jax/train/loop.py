@@ -23,7 +23,7 @@ from dsv4_jax.data.pipeline import Batch, batches
 from dsv4_jax.data.text import VOCAB_SIZE, Document, read_documents, split
 from dsv4_jax.mesh import act_spec, ensure_mesh
 from dsv4_jax.sample import sample
-from dsv4_jax.summary import describe_model, describe_objective
+from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer
 from dsv4_jax.train.checkpoint import Checkpoints
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.metrics import Display, MetricsWriter
@@ -50,7 +50,8 @@ def run(cfg: Config, console: Console | None = None) -> None:
     run_dir = Path(cfg.train.run_dir)
     data, evaluation, size = _read(cfg)
     _claim(cfg, run_dir)
-    for line in [*describe_model(cfg.model), describe_objective(objective_weights(cfg)), size]:
+    objective, (optimizer, _) = describe_objective(objective_weights(cfg)), describe_optimizer(cfg)
+    for line in [*describe_model(cfg.model), objective, optimizer, size]:
         console.print(line)
 
     ensure_mesh()

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a comparison of optimizers to its end, from wherever it was stopped.
+
+Every contender is tuned alone: its rates are doubled or halved until the best of them has neighbours
+on both sides. The other seeds, and the shorter runs with a decay of their own, then use that rate.
+"""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dsv4_jax.lab.tasks import Task
+from dsv4_jax.optim.schedules import trapezoid
+from dsv4_jax.validate import ConfigError
+
+CHUNK = 50  # steps of one compiled call, and of one point of a curve
+WIDEST = 8  # doublings or halvings of the learning rate on either side
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """An optimizer to compare.
+
+    Attributes:
+        name: in the results.
+        make: from a schedule and the parameters to an optax transformation.
+        rates: learning rates to begin the search with, ascending.
+        shorter: numbers of steps to run besides, each with its own decay, at the best rate.
+    """
+
+    name: str
+    make: Callable[[optax.Schedule, Any], optax.GradientTransformation]
+    rates: tuple[float, ...]
+    shorter: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Lab:
+    """A comparison: the same task, steps, schedule and clipping for all.
+
+    Attributes:
+        task: what to train.
+        contenders: the optimizers.
+        metric: the measure of `task.evaluate` that a rate is chosen by.
+        steps: of a run.
+        seeds: of parameters and batches; the rate is chosen on the first.
+        warmup: part of the steps in which the rate rises.
+        end: part of the rate that the cosine ends with.
+        clip: largest global norm of the gradient; 0: no clipping.
+    """
+
+    task: Task
+    contenders: Sequence[Contender]
+    metric: str
+    steps: int
+    seeds: Sequence[int] = (0, 1, 2)
+    warmup: float = 0.1
+    end: float = 0.1
+    clip: float = 1.0
+
+    def __post_init__(self):
+        names = [c.name for c in self.contenders]
+        if len(set(names)) != len(names):
+            raise ConfigError(f"contenders must have different names, found {names}")
+        for c in self.contenders:
+            if not c.rates or list(c.rates) != sorted(set(c.rates)) or c.rates[0] <= 0:
+                raise ConfigError(f"rates of {c.name!r} must be positive and ascending, found {c.rates}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A finished run: what it was, its final measures and its training loss, a point for CHUNK steps."""
+
+    contender: str
+    rate: float
+    seed: int
+    steps: int
+    measures: dict[str, float | None]
+    curve: list[float | None]
+    seconds: float
+
+    def score(self, metric: str) -> float:
+        """The measure; infinite if the run diverged."""
+        value = self.measures[metric]
+        return math.inf if value is None else value
+
+
+class Results:
+    """The finished runs of a folder, a line each in `runs.jsonl`.
+
+    Raises:
+        ConfigError: if the folder holds results of another task or schedule.
+    """
+
+    def __init__(self, folder: Path, lab: Lab):
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {"task": type(lab.task).__name__, **dataclasses.asdict(lab.task)}
+        settings |= {key: getattr(lab, key) for key in ("metric", "warmup", "end", "clip")}
+        known = folder / "lab.json"
+        if known.exists() and (found := json.loads(known.read_text())) != settings:
+            other = sorted(key for key in settings.keys() | found.keys() if settings.get(key) != found.get(key))
+            raise ConfigError(f"{folder} holds runs with another {', '.join(other)}; choose another folder with --out")
+        known.write_text(json.dumps(settings, indent=1))
+        self.path = folder / "runs.jsonl"
+        text = self.path.read_text() if self.path.exists() else ""
+        *lines, cut = text.split("\n")
+        if cut:  # the last stop came in the middle of a line
+            self.path.write_text(text.removesuffix(cut))
+        self.runs = [Run(**json.loads(line)) for line in lines]
+
+    def find(self, contender: str, rate: float, seed: int, steps: int) -> Run | None:
+        """The run, if it is finished."""
+        wanted = (contender, rate, seed, steps)
+        return next((run for run in self.runs if (run.contender, run.rate, run.seed, run.steps) == wanted), None)
+
+    def add(self, run: Run) -> None:
+        """Writes a finished run."""
+        self.runs.append(run)
+        with self.path.open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(run)) + "\n")
+
+
+def run_lab(lab: Lab, folder: Path, say: Callable[[str], None] = print) -> Results:
+    """All runs that the comparison asks for and the folder does not have yet.
+
+    Args:
+        lab: the comparison.
+        folder: of its results.
+        say: gets a line for every new run.
+
+    Raises:
+        ConfigError: see `Results`.
+    """
+    results = Results(folder, lab)
+    for contender in lab.contenders:
+        train = functools.cache(lambda steps, c=contender: compiled_run(lab, c, steps))
+
+        def run(rate: float, seed: int, steps: int, c: Contender = contender, train: Any = train) -> Run:
+            found = results.find(c.name, rate, seed, steps)
+            if found is None:
+                start = time.monotonic()
+                measures, curve = train(steps)(rate, seed)
+                found = Run(c.name, rate, seed, steps, measures, curve, round(time.monotonic() - start, 1))
+                results.add(found)
+                say(f"{c.name}: rate {rate:g}, seed {seed}, {steps} steps: {found.measures} in {found.seconds} s")
+            return found
+
+        score = lambda rate, run=run: run(rate, lab.seeds[0], lab.steps).score(lab.metric)
+        rate = best_rate(contender.rates, score)
+        for seed, steps in itertools.product(lab.seeds, (lab.steps, *contender.shorter)):
+            run(rate, seed, steps)
+    return results
+
+
+def best_rate(rates: Sequence[float], score: Callable[[float], float]) -> float:
+    """The rate of lowest score, from a grid widened by factors of two until the best is inside.
+
+    Raises:
+        ConfigError: if no rate of the grid is best within eight doublings or halvings.
+    """
+    grid = list(rates)
+    for _ in range(2 * WIDEST):
+        best = min(grid, key=score)
+        if best != grid[0] and best != grid[-1]:
+            return best
+        if best == grid[0]:
+            grid.insert(0, best / 2)
+        if best == grid[-1]:
+            grid.append(best * 2)
+    raise ConfigError(f"no best learning rate between {grid[0]:g} and {grid[-1]:g}; start the grid elsewhere")
+
+
+def compiled_run(lab: Lab, contender: Contender, steps: int) -> Callable[[float, int], tuple[dict, list]]:
+    """A function of rate and seed that trains from start to end; compiled once for all rates."""
+    shape = trapezoid(1.0, lab.end, round(lab.warmup * steps), round(lab.warmup * steps), steps)
+
+    def optimizer(rate: jax.Array, params: Any) -> optax.GradientTransformation:
+        tx = contender.make(lambda count: rate * shape(count), params)
+        return optax.chain(optax.clip_by_global_norm(lab.clip), tx) if lab.clip else tx
+
+    def step(tx: optax.GradientTransformation, carry: Any, batch: Any) -> tuple[Any, jax.Array]:
+        params, state = carry
+        loss, grads = jax.value_and_grad(lab.task.loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def chunk(rate: jax.Array, carry: Any, batches: Any) -> tuple[Any, jax.Array]:
+        return jax.lax.scan(functools.partial(step, optimizer(rate, carry[0])), carry, batches)
+
+    start = jax.jit(lambda rate, params: (params, optimizer(rate, params).init(params)))
+    evaluate = jax.jit(lab.task.evaluate)
+
+    def run(rate: float, seed: int) -> tuple[dict[str, float | None], list[float | None]]:
+        at, curve = jnp.asarray(rate, jnp.float32), []
+        carry = start(at, lab.task.init(seed))
+        for first, count in _chunks(steps):
+            carry, losses = chunk(at, carry, lab.task.batches(seed, first, count))
+            curve.append(_number(np.mean(losses)))
+            if curve[-1] is None:
+                break
+        measures = {name: _number(value) for name, value in evaluate(carry[0]).items()}
+        return {"last losses": curve[-1], **measures}, curve
+
+    return run
+
+
+def _chunks(steps: int) -> Iterator[tuple[int, int]]:
+    return ((first, min(CHUNK, steps - first)) for first in range(0, steps, CHUNK))
+
+
+def _number(x: Any) -> float | None:
+    return float(x) if math.isfinite(x) else None

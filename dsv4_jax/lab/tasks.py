@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks small enough to tune every optimizer on two cores.
+
+A `Task` is parameters, batches, a loss and an evaluation; nothing of the optimizer is in it.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.optim import MatrixSpec, Role
+
+
+class Task(Protocol):
+    """What a lab needs of a task, a frozen dataclass.
+
+    Its fields are written beside the results, and results with others are refused.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def init(self, seed: int) -> Any:
+        """Parameters, a pytree."""
+
+    def batches(self, seed: int, first: int, count: int) -> Any:
+        """Arrays of the batches of steps first .. first + count - 1, stacked; the same every time."""
+
+    def loss(self, params: Any, batch: Any) -> jax.Array:
+        """Scalar to minimise."""
+
+    def evaluate(self, params: Any) -> dict[str, jax.Array]:
+        """Final measures by name, lower is better. Called under jit."""
+
+
+def _rng(seed: int, step: int) -> np.random.Generator:
+    return np.random.default_rng((seed, step))
+
+
+def _normal(rng: np.random.Generator, *shape: int, std: float = 1.0) -> np.ndarray:
+    return (std * rng.standard_normal(shape)).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class CharLM:
+    """A small GPT on characters: pre-norm, learned positions, GELU, tied embedding, no biases, no dropout.
+
+    The defaults are the micro recipe; width 128, four layers and batches of 12 give nanoGPT's recipe
+    for CPUs. The last tenth of the text is for validation, all of which is read.
+
+    Attributes:
+        text: a text file; empty: the Python language reference that the interpreter carries.
+        layers: blocks.
+        heads: attention heads of a block.
+        width: of the model.
+        block: context in characters.
+        batch: rows of a step.
+    """
+
+    text: str = ""
+    layers: int = 2
+    heads: int = 4
+    width: int = 64
+    block: int = 64
+    batch: int = 32
+
+    roles = (
+        ("wte", Role("table")),
+        ("wpe", Role("vector")),
+        ("norm", Role("norm")),
+        (r"\.[qkv]$", Role("matrix", MatrixSpec(1, (2, 3)))),  # [layers, D, H, K]
+        ("proj", Role("matrix", MatrixSpec((1, 2), 3))),
+        ("up|down", Role("matrix")),
+    )
+    """Queries, keys and values count as whole matrices here; `headwise` splits them."""
+
+    headwise = tuple(
+        (pattern, Role("matrix", MatrixSpec(1, 3))) if "qkv" in pattern else (pattern, role) for pattern, role in roles
+    )
+
+    @functools.cached_property
+    def _ids(self) -> tuple[np.ndarray, np.ndarray, int]:
+        if self.text:
+            text = Path(self.text).read_text()
+        else:
+            from pydoc_data.topics import topics
+
+            text = "\n".join(topics[name] for name in sorted(topics))
+        characters, ids = np.unique(np.array(list(text)), return_inverse=True)
+        cut = int(0.9 * len(ids))
+        return ids[:cut].astype(np.int32), ids[cut:].astype(np.int32), len(characters)
+
+    def init(self, seed: int) -> Any:
+        """N(0, 0.02), the projections into the residual smaller by the root of their number; norms 1."""
+        rng, D, L, K = _rng(seed, 0), self.width, self.layers, self.width // self.heads
+        small = 0.02 / np.sqrt(2 * L)
+        return {
+            "wte": _normal(rng, self._ids[2], D, std=0.02),
+            "wpe": _normal(rng, self.block, D, std=0.02),
+            "layers": {
+                **{name: _normal(rng, L, D, self.heads, K, std=0.02) for name in "qkv"},
+                "proj": _normal(rng, L, self.heads, K, D, std=small),
+                "up": _normal(rng, L, D, 4 * D, std=0.02),
+                "down": _normal(rng, L, 4 * D, D, std=small),
+                "norm_1": np.ones((L, D), np.float32),
+                "norm_2": np.ones((L, D), np.float32),
+            },
+            "norm": np.ones(D, np.float32),
+        }
+
+    def batches(self, seed: int, first: int, count: int) -> np.ndarray:
+        """Rows of block + 1 characters from random places, [count, batch, block + 1]."""
+        text = self._ids[0]
+        starts = [
+            _rng(seed, 1 + step).integers(0, len(text) - self.block, self.batch) for step in range(first, first + count)
+        ]
+        return text[np.array(starts)[..., None] + np.arange(self.block + 1)]
+
+    def loss(self, params: Any, batch: jax.Array) -> jax.Array:
+        """Mean cross-entropy of the next character, nats."""
+        ids, targets = batch[:, :-1], batch[:, 1:]
+        x = params["wte"][ids] + params["wpe"][: ids.shape[1]]
+        x = jax.lax.scan(self._layer, x, params["layers"])[0]
+        logits = _layer_norm(x, params["norm"]) @ params["wte"].T
+        chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        return (jax.nn.logsumexp(logits, -1) - chosen).mean()
+
+    def _layer(self, x: jax.Array, w: Any) -> tuple[jax.Array, None]:
+        h = _layer_norm(x, w["norm_1"])
+        q, k, v = (jnp.einsum("btd,dhk->bthk", h, w[name]) for name in "qkv")
+        x = x + jnp.einsum("bthk,hkd->btd", jax.nn.dot_product_attention(q, k, v, is_causal=True), w["proj"])
+        return x + jax.nn.gelu(_layer_norm(x, w["norm_2"]) @ w["up"]) @ w["down"], None
+
+    def evaluate(self, params: Any) -> dict[str, jax.Array]:
+        """Cross-entropy over the whole validation text."""
+        text = self._ids[1]
+        rows = len(text) // self.block - 1
+        at = np.arange(rows)[:, None] * self.block + np.arange(self.block + 1)
+        cut = rows - rows % 32
+        losses = jax.lax.map(lambda batch: self.loss(params, batch), text[at[:cut]].reshape(-1, 32, self.block + 1))
+        return {"validation loss": losses.mean()}
+
+
+def _layer_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight
+
+
+@dataclasses.dataclass(frozen=True)
+class ZipfRegression:
+    """An embedding table fitted to random unit-RMS rows that are looked up with Zipf frequencies.
+
+    Attributes:
+        vocab: rows.
+        width: columns.
+        batch: rows of a step.
+        alpha: exponent: the row of rank r is looked up in proportion to r^-alpha.
+    """
+
+    vocab: int = 4096
+    width: int = 128
+    batch: int = 128
+    alpha: float = 1.1
+
+    roles = (("table", Role("table")),)
+
+    @functools.cached_property
+    def _tables(self) -> tuple[np.ndarray, np.ndarray]:
+        target = _normal(_rng(0, 0), self.vocab, self.width)
+        target /= np.sqrt((target**2).mean(-1, keepdims=True))
+        frequency = np.arange(1, self.vocab + 1) ** -self.alpha
+        return target, frequency / frequency.sum()
+
+    def init(self, seed: int) -> Any:
+        """N(0, 0.02)."""
+        return {"table": _normal(_rng(seed, 0), self.vocab, self.width, std=0.02)}
+
+    def batches(self, seed: int, first: int, count: int) -> np.ndarray:
+        """Rows that are looked up, [count, batch]."""
+        draw = lambda step: _rng(seed, 1 + step).choice(self.vocab, self.batch, p=self._tables[1])
+        return np.array([draw(step) for step in range(first, first + count)], np.int32)
+
+    def loss(self, params: Any, batch: jax.Array) -> jax.Array:
+        """Mean squared error of the rows looked up."""
+        return ((params["table"][batch] - jnp.asarray(self._tables[0])[batch]) ** 2).mean()
+
+    def evaluate(self, params: Any) -> dict[str, jax.Array]:
+        """Error weighted by frequency, and that of the rarer half of the rows."""
+        error = ((params["table"] - self._tables[0]) ** 2).mean(-1)
+        return {"weighted error": (error * self._tables[1]).sum(), "rare half": error[self.vocab // 2 :].mean()}
