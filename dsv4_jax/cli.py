@@ -2,6 +2,7 @@
 """The command line: exit status 0 done, 1 the run failed, 2 bad usage or configuration."""
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -70,6 +71,8 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _optim_lab(args: argparse.Namespace) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the pictures need matplotlib: pip install 'dsv4_jax[lab]'")
     lab = made_by(args.spec, "lab")
     from dsv4_jax.lab import Lab, run_lab
     from dsv4_jax.lab.report import draw, table
