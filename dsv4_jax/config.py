@@ -106,6 +106,21 @@ class RoutingConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig(Section):
+    """Devices along each axis; their product is the number of all devices."""
+
+    data: int = 1
+    """Splits the rows of a batch, and parameters and optimizer state where it divides them."""
+    expert: int = 1
+    """Splits the rows too, and the experts of every layer."""
+    context: int = 1
+    """Splits the positions of every row."""
+
+    def _check(self) -> None:
+        self.need_positive("data expert context")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
     """How long to run, and what to write when."""
 
@@ -125,10 +140,14 @@ class TrainConfig(Section):
     """Checkpoints to keep."""
     sample_bytes: int = 256
     """Bytes to sample from the trained model at the end; 0: none."""
+    accumulate: int = 1
+    """Parts of a batch that are computed one after another; the result is that of the whole batch."""
+    cpu_devices: int = 0
+    """Run on the CPU as this many devices; 0: the devices that there are."""
 
     def _check(self) -> None:
-        self.need_positive("steps eval_every eval_batches checkpoint_every keep")
-        for key in ("seed", "sample_bytes"):
+        self.need_positive("steps eval_every eval_batches checkpoint_every keep accumulate")
+        for key in ("seed", "sample_bytes", "cpu_devices"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
 
 
@@ -141,10 +160,22 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()
     routing: RoutingConfig = RoutingConfig()
+    mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
 
     def _check(self) -> None:
-        model, optim, steps = self.model, self.optim, self.train.steps
+        model, optim, steps, mesh = self.model, self.optim, self.train.steps, self.mesh
+        parts = mesh.data * mesh.expert * self.train.accumulate
+        if self.data.batch_size % parts:
+            raise ConfigError(
+                f"data.batch_size = {self.data.batch_size} must be a multiple of mesh.data x mesh.expert x "
+                f"train.accumulate = {parts}"
+            )
+        if self.data.seq_len % mesh.context:
+            raise ConfigError(
+                f"data.seq_len = {self.data.seq_len} must be a multiple of mesh.context = {mesh.context}; "
+                f"{-(-self.data.seq_len // mesh.context) * mesh.context} is the next one"
+            )
         if self.loss.mtp and not model.n_mtp_layers:
             raise ConfigError(f"loss.mtp = {self.loss.mtp} needs an MTP block; set it to 0 or model.n_mtp_layers to 1")
         if optim.warmup_steps + optim.decay_steps > steps:

@@ -18,6 +18,7 @@ from dsv4_jax.model.config import CSA_RATIO, ModelConfig
 from dsv4_jax.model.params import Params, linear, rms_norm, whole
 from dsv4_jax.model.rope import Rotation, frequencies, rotate, rotation
 from dsv4_jax.ops.attention import Attended, Index, attend
+from dsv4_jax.ops.context import chunk, gather_entries, offset, own_windows, rows_at, with_left
 from dsv4_jax.ops.documents import Documents, Windows, compress, documents, windows
 from dsv4_jax.optim import MatrixSpec, Role
 
@@ -142,14 +143,19 @@ class Attention(nnx.Module):
 
 
 def _core(cfg: ModelConfig, ratio: int, act: dict[str, Any], weights: dict[str, Any], at: Tables) -> Attended:
-    """Everything that looks along the sequence, on one device's rows."""
-    angles = at.rotations[ratio > 0]
+    """Everything that looks along the sequence, on one device's rows and chunk of positions."""
+    S = act["q"].shape[1]
+    angles = chunk(at.rotations[ratio > 0], S)
     heads = jax.tree.map(lambda a: a[:, :, None], angles)  # the same angles for every head
 
     def entries(name: str) -> jax.Array:
-        (kv, gate), (ape, norm) = act[name], weights[name]
-        pooled = compress(kv, gate, ape, at.windows[ratio], overlap=ratio == CSA_RATIO)
-        return rotate(rms_norm(pooled, cfg.norm_eps) * norm, at.starts[ratio]).astype(kv.dtype)
+        overlap = ratio == CSA_RATIO
+        (kv, gate), (ape, norm) = with_left(act[name], (2 if overlap else 1) * ratio - 1), weights[name]
+        own, number_BM = own_windows(at.windows[ratio], ratio, S, kv.shape[1] - S)
+        pooled = compress(kv, gate, ape, own, overlap)
+        starts = jax.tree.map(lambda a: rows_at(a, number_BM), at.starts[ratio])
+        own_BMK = rotate(rms_norm(pooled, cfg.norm_eps) * norm, starts).astype(kv.dtype)
+        return gather_entries(own_BMK, at.windows[ratio], S)
 
     index = None
     if "index" in act:
@@ -157,10 +163,11 @@ def _core(cfg: ModelConfig, ratio: int, act: dict[str, Any], weights: dict[str, 
         index = Index(rotate(act["index_q"], heads), act["index_w"], entries("index"), topk)
     out = attend(
         rotate(act["q"], heads),
-        rotate(act["kv"], angles),
+        with_left(rotate(act["kv"], angles), cfg.window_size - 1),
         weights["sink"],
-        at.docs.first_BS,
+        chunk(at.docs.first_BS, S),
         window=cfg.window_size,
+        offset=offset(S),
         entries_BMK=entries("main") if ratio else None,
         at=at.windows.get(ratio),
         index=index,

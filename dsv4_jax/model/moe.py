@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dsv4_jax.mesh import BATCH, act_spec, varying
+from dsv4_jax.mesh import BATCH, act_spec, param_spec, varying
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.params import HashTable, Params, RouterBias, linear, whole
 from dsv4_jax.ops.documents import Documents
@@ -134,12 +134,12 @@ class MoE(nnx.Module):
         """Output [B, S, D] and the routing. Padding (not `real_BS`) goes to no routed expert."""
         cfg, routed = self.cfg, self.experts
         routing = self.gate(x_BSD, ids_BS, forced_BSk)
-        kernels = tuple(
-            jax.reshard(w[...].astype(dtype), jax.P("expert", None, None)) for w in (routed.w1, routed.w3, routed.w2)
-        )
+        # Each device of the `expert` axis keeps its experts; if it does not divide them, all have all.
+        owner = jax.P(param_spec(("experts",), (cfg.n_routed_experts,))[0], None, None)
+        kernels = tuple(jax.reshard(w[...].astype(dtype), owner) for w in (routed.w1, routed.w3, routed.w2))
         tokens = jax.P(BATCH, "context")
         run = functools.partial(_routed_experts, cfg)
-        run = jax.shard_map(run, in_specs=(tokens, tokens, tokens, tokens, jax.P("expert")), out_specs=tokens)
+        run = jax.shard_map(run, in_specs=(tokens, tokens, tokens, tokens, owner), out_specs=tokens)
         y = run(x_BSD.astype(dtype), routing.experts_BSk, routing.weights_BSk, real_BS, kernels)
         shared = self.shared_experts
         hidden = swiglu(linear(x_BSD, shared.w1, dtype), linear(x_BSD, shared.w3, dtype), cfg.swiglu_limit)
@@ -163,11 +163,34 @@ def _routed_experts(
     real_BS: jax.Array,
     kernels: tuple[jax.Array, jax.Array, jax.Array],
 ) -> jax.Array:
-    """Sum over each token's experts, on one device: sort by expert, three grouped products, unsort."""
+    """Sum over each token's experts, which the devices of the `expert` axis may share.
+
+    Every device works for the tokens of all, with the experts that it owns, and the sums go back to the
+    tokens' own devices: no token is dropped, whatever the skew.
+    """
+    shared = kernels[0].shape[0] < cfg.n_routed_experts
+    if not shared:
+        return _own_experts(cfg, x_BSD, experts_BSk, weights_BSk, real_BS, kernels).astype(x_BSD.dtype)
+    everyones = [jax.lax.all_gather(a, "expert", tiled=True) for a in (x_BSD, experts_BSk, weights_BSk, real_BS)]
+    y = jax.lax.psum_scatter(_own_experts(cfg, *everyones, kernels), "expert", tiled=True)
+    return y.astype(x_BSD.dtype)
+
+
+def _own_experts(
+    cfg: ModelConfig,
+    x_BSD: jax.Array,
+    experts_BSk: jax.Array,
+    weights_BSk: jax.Array,
+    real_BS: jax.Array,
+    kernels: tuple[jax.Array, jax.Array, jax.Array],
+) -> jax.Array:
+    """Sum over each token's experts among this device's own, fp32: sort by expert, three products, unsort."""
     B, S, D = x_BSD.shape
-    k, E = cfg.n_activated_experts, cfg.n_routed_experts
+    k, E = cfg.n_activated_experts, kernels[0].shape[0]
     w1, w3, w2 = kernels
-    expert_N = jnp.where(real_BS[..., None], experts_BSk, E).reshape(-1)  # padding sorts past the last
+    first = jax.lax.axis_index("expert") * E if E < cfg.n_routed_experts else 0
+    own_BSk = (experts_BSk >= first) & (experts_BSk < first + E) & real_BS[..., None]
+    expert_N = jnp.where(own_BSk, experts_BSk - first, E).reshape(-1)  # others and padding sort past the last
     order = jnp.argsort(expert_N, stable=True)
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
     sizes = varying(jnp.zeros(E, jnp.int32), expert_N).at[expert_N].add(1, mode="drop")
@@ -178,7 +201,7 @@ def _routed_experts(
     weight_N = permute(weights_BSk.reshape(-1), order, inverse)
     hidden = (weight_N[:, None] * swiglu(gate, up, cfg.swiglu_limit)).astype(x_BSD.dtype)
     y_ND = permute(grouped_matmul(hidden, w2, sizes, cfg.expert_matmul), inverse, order)
-    return y_ND.reshape(B, S, k, D).sum(2)
+    return y_ND.reshape(B, S, k, D).sum(2, dtype=jnp.float32)
 
 
 def loads(routing: Routing, real_BS: jax.Array, n_experts: int) -> jax.Array:

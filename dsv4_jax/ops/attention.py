@@ -6,7 +6,8 @@ heads, J index width; within a block T queries and U window keys.
 
 `attend` handles `block` queries at a time and recomputes each block in the backward pass, so memory
 grows linearly with S. `attend_reference` computes the same from whole [S, S] and [S, M] masks and is
-what the tests hold it to. All of it is local to one device: keys and entries are whole.
+what the tests hold it to. All of it is local to one device, which may have a chunk of the row's
+queries: then it has the window keys left of the chunk too, and all entries.
 """
 
 import functools
@@ -22,6 +23,8 @@ from dsv4_jax.ops.documents import Windows
 # Reading k entries of its own costs a query about as much as this many times k under a shared mask: on
 # CPU gathering wins from 2 on (`benchmarks/attention.py`); accelerators, where a gather is dearer, want more.
 GATHER_COST = 3
+
+_NOWHERE = 2**30  # a position past every row
 
 Select = Literal["auto", "masked", "gathered"]
 
@@ -110,6 +113,7 @@ def attend(
     first_BS: jax.Array,
     *,
     window: int,
+    offset: jax.Array | int = 0,
     entries_BMK: jax.Array | None = None,
     at: Windows | None = None,
     index: Index | None = None,
@@ -120,10 +124,12 @@ def attend(
 
     Args:
         q_BSHK: queries with RoPE.
-        kv_BSK: shared keys, which are also the values.
+        kv_BSK: shared keys, which are also the values; before those of the queries there may be others
+            [B, before + S, K], up to window - 1.
         sink_H: sink logits, fp32.
         first_BS: row position of each query's document (`Documents.first_BS`).
         window: positions a query sees, itself included.
+        offset: row position of the first query.
         entries_BMK: compressed entries, keys and values; `at` says where their windows lie.
         index: the lightning indexer, in layers that have one.
         block: queries handled at a time.
@@ -137,7 +143,9 @@ def attend(
     gathered = 0 < k < M and (select == "gathered" or (select == "auto" and M > GATHER_COST * k))
     T = min(block, S)
     n_blocks = -(-S // T)
-    n_before = min(-(-(window - 1) // T), n_blocks - 1)  # blocks before its own that a query's window reaches
+    before = kv_BSK.shape[1] - S
+    n_left = -(-before // T)
+    n_before = min(-(-(window - 1) // T), n_left + n_blocks - 1)  # blocks before its own that a query's window reaches
 
     def blocks(x: jax.Array, fill: int = 0) -> jax.Array:
         """[B, S, ...] cut into [blocks, B, T, ...]."""
@@ -145,14 +153,16 @@ def attend(
         x = jnp.pad(x, pad, constant_values=fill).reshape(B, n_blocks, T, *x.shape[2:])
         return jnp.moveaxis(x, 1, 0)
 
-    kv_blocks = jnp.pad(blocks(kv_BSK), [(n_before, 0), (0, 0), (0, 0), (0, 0)])
+    left = jnp.pad(kv_BSK[:, :before], [(0, 0), (n_before * T - before, 0), (0, 0)])
+    left = jnp.moveaxis(left.reshape(B, n_before, T, K), 1, 0)
+    kv_blocks = jnp.concatenate([left, blocks(kv_BSK[:, before:])])
     keys = jnp.concatenate([kv_blocks[i : i + n_blocks] for i in range(n_before + 1)], axis=2)
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("topk"))
     def one(xs):
         b, q_BTHK, kv_BUK, first_BT, index_q, index_w = xs
-        t = b * T + jnp.arange(T)
-        u = (b - n_before) * T + jnp.arange((n_before + 1) * T)
+        t = offset + b * T + jnp.arange(T)
+        u = offset + (b - n_before) * T + jnp.arange((n_before + 1) * T)
         near_TU = (u <= t[:, None]) & (u > t[:, None] - window)
         seen_BTU = near_TU & (u >= first_BT[..., None])
 
@@ -191,7 +201,7 @@ def attend(
         return jnp.moveaxis(x, 0, 1).reshape(B, n_blocks * T, *x.shape[3:])[:, :S]
 
     index_q, index_w = (None, None) if index is None else (blocks(index.q_BSIJ), blocks(index.w_BSI))
-    xs = (jnp.arange(n_blocks), blocks(q_BSHK), keys, blocks(first_BS, fill=S), index_q, index_w)
+    xs = (jnp.arange(n_blocks), blocks(q_BSHK), keys, blocks(first_BS, fill=_NOWHERE), index_q, index_w)
     return Attended(*jax.tree.map(rows, jax.lax.map(one, xs)))
 
 

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences whose positions are split over the `context` axis; all of it inside `shard_map`.
+
+A device holds a chunk of S positions of every row. It takes what lies just left of its chunk from its
+neighbours, makes the compressed entries whose windows end in the chunk, and all entries are then
+gathered in the order of the row. With one device along the axis nothing is exchanged.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.ops.documents import Windows
+
+AXIS = "context"
+
+
+def offset(S: int) -> jax.Array:
+    """Row position of the first token of this device's chunk of S positions."""
+    return jax.lax.axis_index(AXIS) * S
+
+
+def chunk(tree: Any, S: int) -> Any:
+    """This device's chunk of tables [B, whole row, ...]."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, offset(S), S, axis=1), tree)
+
+
+def with_left(tree: Any, n: int) -> Any:
+    """Chunks [B, S, ...] after the n positions left of them, or as many as a row can have.
+
+    They come from as many neighbours as they span; left of the row there are zeros.
+    """
+    return jax.tree.map(lambda x: _with_left(x, n), tree)
+
+
+def _with_left(x: jax.Array, n: int) -> jax.Array:
+    S, devices = x.shape[1], jax.lax.axis_size(AXIS)
+    parts = [x]
+    for hop in range(1, min(-(-n // S), devices - 1) + 1):
+        width = min(S, n - (hop - 1) * S)
+        right = [(device, device + hop) for device in range(devices - hop)]
+        parts.insert(0, jax.lax.ppermute(x[:, S - width :], AXIS, right))
+    return jnp.concatenate(parts, axis=1) if len(parts) > 1 else x
+
+
+def own_windows(at: Windows, ratio: int, S: int, before: int) -> tuple[Windows, jax.Array]:
+    """The windows that end in this device's chunk, and their numbers in the row: [B, ceil(S / ratio)] each.
+
+    Positions count from `before` tokens left of the chunk, as `with_left` returns them. Unused slots
+    have `end` = before + S, as `compress` expects.
+    """
+    first, origin = offset(S), offset(S) - before
+    number_BM = (at.end_BM < first).sum(1, keepdims=True) + jnp.arange(-(-S // ratio))
+    start, end, index = (rows_at(x, number_BM) for x in at)
+    used = (number_BM < at.end_BM.shape[1]) & (end < first + S)
+    return Windows(start - origin, jnp.where(used, end - origin, before + S), index), number_BM
+
+
+def rows_at(x_BM: jax.Array, number_Bm: jax.Array) -> jax.Array:
+    """Slots of a table [B, M, ...] by number, zero where there is no such slot."""
+    return jax.vmap(lambda x, i: x.at[i].get(mode="fill", fill_value=0))(x_BM, number_Bm)
+
+
+def gather_entries(x_BmK: jax.Array, at: Windows, S: int) -> jax.Array:
+    """All entries [B, M, K] of the rows, in the order of `at`, from what every device made of its own."""
+    m, devices = x_BmK.shape[1], jax.lax.axis_size(AXIS)
+    everyones = jax.lax.all_gather(x_BmK, AXIS, axis=1, tiled=True)
+    device_BM = at.end_BM // S  # where the window ends; past the last one for unused slots
+    first_BM = jax.vmap(jnp.searchsorted)(at.end_BM, device_BM * S)  # number of that device's first window
+    slot_BM = device_BM * m + jnp.arange(at.end_BM.shape[1]) - first_BM
+    return rows_at(everyones, jnp.where(device_BM < devices, slot_BM, devices * m))
