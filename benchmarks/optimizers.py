@@ -17,7 +17,7 @@ from timing import fastest
 
 from dsv4_jax import optim
 
-SHAPES = [(360, 64, 128), (16, 256, 1024), (16, 1024, 256), (8, 512, 1280), (4, 768, 768)]
+SHAPES = [(40, 64, 128), (16, 256, 1024), (16, 1024, 256), (8, 512, 1280), (4, 768, 768)]
 
 
 def newton_schulz_sides(x: jax.Array) -> dict:

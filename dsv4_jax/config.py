@@ -171,11 +171,6 @@ class Config(Section):
                 f"data.batch_size = {self.data.batch_size} must be a multiple of mesh.data x mesh.expert x "
                 f"train.accumulate = {parts}"
             )
-        if self.data.seq_len % mesh.context:
-            raise ConfigError(
-                f"data.seq_len = {self.data.seq_len} must be a multiple of mesh.context = {mesh.context}; "
-                f"{-(-self.data.seq_len // mesh.context) * mesh.context} is the next one"
-            )
         if self.loss.mtp and not model.n_mtp_layers:
             raise ConfigError(f"loss.mtp = {self.loss.mtp} needs an MTP block; set it to 0 or model.n_mtp_layers to 1")
         if optim.warmup_steps + optim.decay_steps > steps:
@@ -265,5 +260,6 @@ def _override(config: Config, overrides: Sequence[str]) -> Config:
         except SystemExit:
             words = re.sub(r"[─│╭╮╰╯]+|-{3,}", " ", said.getvalue())
             words = re.split(r"Argument helptext|For full helptext", words)[0]
-            raise ConfigError(" ".join(words.split())) from None
+            words = re.sub(r"^(Value error )?Error parsing \w+: ", "", " ".join(words.split()))
+            raise ConfigError(words) from None
     return tyro.cli(type(config), default=config, args=list(overrides))

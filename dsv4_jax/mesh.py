@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
+from dsv4_jax.validate import ConfigError
+
 AXES = ("data", "expert", "context")
 BATCH = ("data", "expert")
 
@@ -29,6 +31,39 @@ def make_mesh(data: int = 1, expert: int = 1, context: int = 1) -> jax.sharding.
     if need > jax.device_count():
         raise ValueError(f"a mesh of {data} x {expert} x {context} needs {need} devices, found {jax.device_count()}")
     return jax.make_mesh((data, expert, context), AXES, (AxisType.Explicit,) * 3, devices=jax.devices()[:need])
+
+
+def use_mesh(data: int, expert: int, context: int, cpu_devices: int = 0) -> None:
+    """Sets the mesh of a run on all devices, or keeps an equal one that has been set.
+
+    Args:
+        data, expert, context: devices along each axis.
+        cpu_devices: run on the CPU as so many devices; 0: on what there is.
+
+    Raises:
+        ConfigError: if the product is not the number of devices, another mesh has been set, or JAX has
+            started with other devices.
+    """
+    shape = dict(zip(AXES, (data, expert, context), strict=True))
+    if cpu_devices:
+        try:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", cpu_devices)
+        except RuntimeError:  # too late: there are devices already, perhaps the right ones
+            pass
+    found = jax.sharding.get_abstract_mesh()
+    if not found.empty:
+        if dict(found.shape) != shape:
+            raise ConfigError(f"the mesh that is set is {dict(found.shape)}, the configuration's is {shape}")
+        return
+    need, count = data * expert * context, jax.device_count()
+    if need != count or cpu_devices not in (0, count):
+        asked = f"train.cpu_devices = {cpu_devices}; " if cpu_devices else ""
+        raise ConfigError(
+            f"{asked}mesh.data x mesh.expert x mesh.context = {data} x {expert} x {context} = {need}, "
+            f"but there are {count} devices ({jax.devices()[0].platform})"
+        )
+    jax.set_mesh(make_mesh(data, expert, context))
 
 
 def ensure_mesh() -> contextlib.AbstractContextManager[Any]:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continues a prompt with bytes drawn from the model."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.data.text import BORDER
+from dsv4_jax.mesh import BATCH, ensure_mesh
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import whole
 from dsv4_jax.ops.cross_entropy import head_logits
@@ -20,10 +23,13 @@ def sample(model: DeepSeek, prompt: bytes, n: int, seed: int, temperature: float
         temperature: divides the logits; 0 takes the most likely byte.
     """
     start = np.frombuffer(prompt, np.uint8).astype(np.int32)
-    ids = np.zeros((1, 1 + len(start) + n), np.int32)
+    with ensure_mesh():
+        multiple = jax.sharding.get_abstract_mesh().shape["context"]
+    length = 1 + len(start) + n
+    ids = np.zeros((1, length + -length % multiple), np.int32)
     ids[0, : 1 + len(start)] = [BORDER, *start]
     out = np.asarray(_continue(model, jnp.asarray(ids), jnp.int32(1 + len(start)), seed, temperature))[0]
-    out = out[1 + len(start) :]
+    out = out[1 + len(start) : length]
     ends = np.flatnonzero(out >= BORDER)
     return bytes(out[: ends[0] if len(ends) else n].astype(np.uint8))
 
@@ -32,9 +38,11 @@ def sample(model: DeepSeek, prompt: bytes, n: int, seed: int, temperature: float
 def _continue(model: DeepSeek, ids: jax.Array, first: jax.Array, seed: jax.Array, temperature: jax.Array) -> jax.Array:
     """Fills ids [1, L] from position `first` on; positions to the right of one do not change it."""
     key = jax.random.key(seed)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    rows = math.prod(sizes[axis] for axis in BATCH)  # all equal, so that every device has one
 
     def step(t: jax.Array, ids: jax.Array) -> jax.Array:
-        h = model.features(ids, with_mtp=False).h
+        h = model.features(jnp.tile(ids, (rows, 1)), with_mtp=False).h
         h = jax.lax.dynamic_slice_in_dim(jax.reshard(h, jax.P()), t - 1, 1, axis=1)[0, 0]
         logits = head_logits(h, whole(model.head))
         noise = jax.random.gumbel(jax.random.fold_in(key, t), logits.shape)

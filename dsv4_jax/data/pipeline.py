@@ -46,11 +46,12 @@ class Pieces(Sequence[Batch]):
 
 
 def batches(
-    documents: Sequence[Document], *, seq_len: int, rows: int, seed: int, repeat: bool = True
+    documents: Sequence[Document], *, seq_len: int, rows: int, seed: int, repeat: bool = True, multiple: int = 1
 ) -> grain.IterDataset:
     """Batches of `rows` packed rows of `seq_len` positions, shuffled by the seed.
 
-    Endless, with a new order every epoch; without `repeat` once, dropping an incomplete last batch.
+    Endless, with a new order every epoch; without `repeat` once, dropping an incomplete last batch. Rows
+    are padded to a multiple of `multiple`.
     """
     pieces = grain.MapDataset.source(Pieces(documents, seq_len)).shuffle(seed)
     if repeat:
@@ -65,6 +66,10 @@ def batches(
 
     def row(packed: Batch) -> Batch:
         batch = {name: packed[name] for name in _PADDING} | {"segment_ids": packed["ids_segment_ids"]}
-        return {name: value.astype(np.int32) for name, value in batch.items()}
+        pad = (0, -seq_len % multiple)
+        return {
+            name: np.pad(value.astype(np.int32), pad, constant_values=_PADDING.get(name, 0))
+            for name, value in batch.items()
+        }
 
     return packed.map(row).batch(rows, drop_remainder=True)

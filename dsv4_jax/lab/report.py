@@ -44,37 +44,35 @@ def draw(lab: Lab, results: Results, folder: Path) -> list[Path]:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    files = []
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for contender in lab.contenders:
-        curves = [run.curve for run in _at_best(lab, results, contender.name, lab.steps)]
-        mean = np.mean(np.array(curves, float), axis=0)
-        at = np.minimum(CHUNK * np.arange(1, len(mean) + 1), lab.steps)
-        axes.plot(at, mean, label=f"{contender.name}, rate {_best(lab, results, contender.name):g}")
-    axes.set(
-        xlabel="step", ylabel="training loss", yscale="log", title=f"Mean of {len(lab.seeds)} seeds at the best rate"
-    )
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    files.append(folder / "curves.png")
-    figure.savefig(files[-1], dpi=130)
-    plt.close(figure)
+    runs = {c.name: [r for r in results.runs if (r.contender, r.steps) == (c.name, lab.steps)] for c in lab.contenders}
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for contender in lab.contenders:
-        runs = [r for r in results.runs if (r.contender, r.seed, r.steps) == (contender.name, lab.seeds[0], lab.steps)]
-        points = sorted((run.rate, run.score(lab.metric)) for run in runs)
-        axes.plot(*zip(*points, strict=True), marker="o", label=contender.name)
-    axes.set(
-        xlabel="learning rate",
-        ylabel=lab.metric,
-        xscale="log",
-        yscale="log",
-        title=f"{lab.steps} steps, seed {lab.seeds[0]}",
-    )
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    files.append(folder / "rates.png")
-    figure.savefig(files[-1], dpi=130)
-    plt.close(figure)
+    def curves(axes):
+        for name in runs:
+            curves = np.array([run.curve for run in _at_best(lab, results, name, lab.steps)], float)
+            at = np.minimum(CHUNK * np.arange(1, curves.shape[1] + 1), lab.steps)
+            axes.plot(at, curves.mean(0), label=f"{name}, rate {_best(lab, results, name):g}")
+        title = f"Mean of {len(lab.seeds)} seeds at the best rate"
+        axes.set(xlabel="step", ylabel="training loss", yscale="log", title=title)
+
+    def rates(axes):
+        for name in runs:
+            points = sorted((run.rate, run.score(lab.metric)) for run in runs[name] if run.seed == lab.seeds[0])
+            axes.plot(*zip(*points, strict=True), marker="o", label=name)
+        title = f"{lab.steps} steps, seed {lab.seeds[0]}"
+        axes.set(xlabel="learning rate", ylabel=lab.metric, xscale="log", yscale="log", title=title)
+
+    files = []
+    for plot in (curves, rates):
+        figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+        plot(axes)
+        axes.grid(alpha=0.3, which="both")
+        axes.legend(fontsize="small")
+        for axis in (axes.yaxis, axes.xaxis) if plot is rates else (axes.yaxis,):
+            axis.set_major_formatter("{x:g}")
+            low, high = axis.get_view_interval()
+            labelled = "25" if high > 10 * low else "123456789"  # leading digits
+            axis.set_minor_formatter(lambda x, _, digits=labelled: f"{x:g}" if f"{x:e}"[0] in digits else "")
+        files.append(folder / f"{plot.__name__}.png")
+        figure.savefig(files[-1], dpi=110)
+        plt.close(figure)
     return files

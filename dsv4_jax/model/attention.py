@@ -158,7 +158,8 @@ def _core(cfg: ModelConfig, ratio: int, act: dict[str, Any], weights: dict[str, 
         return gather_entries(own_BMK, at.windows[ratio], S)
 
     index = None
-    if "index" in act:
+    some = ratio > 0 and at.windows[ratio].end_BM.shape[1] > 0  # a row shorter than the ratio has no entries
+    if "index" in act and some:
         topk = cfg.index_topk if cfg.attention == "sparse" else 0
         index = Index(rotate(act["index_q"], heads), act["index_w"], entries("index"), topk)
     out = attend(
@@ -168,7 +169,7 @@ def _core(cfg: ModelConfig, ratio: int, act: dict[str, Any], weights: dict[str, 
         chunk(at.docs.first_BS, S),
         window=cfg.window_size,
         offset=offset(S),
-        entries_BMK=entries("main") if ratio else None,
+        entries_BMK=entries("main") if some else None,
         at=at.windows.get(ratio),
         index=index,
         block=cfg.attention_block,

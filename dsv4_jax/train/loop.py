@@ -21,7 +21,7 @@ from rich.console import Console
 from dsv4_jax.config import Config
 from dsv4_jax.data.pipeline import Batch, batches
 from dsv4_jax.data.text import VOCAB_SIZE, Document, read_documents, split
-from dsv4_jax.mesh import act_spec, ensure_mesh
+from dsv4_jax.mesh import act_spec, use_mesh
 from dsv4_jax.sample import sample
 from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer
 from dsv4_jax.train.checkpoint import Checkpoints
@@ -49,12 +49,11 @@ def run(cfg: Config, console: Console | None = None) -> None:
     console = console or Console(highlight=False, markup=False, soft_wrap=True)
     run_dir = Path(cfg.train.run_dir)
     data, evaluation, size = _read(cfg)
+    use_mesh(cfg.mesh.data, cfg.mesh.expert, cfg.mesh.context, cfg.train.cpu_devices)
     _claim(cfg, run_dir)
     objective, (optimizer, _) = describe_objective(objective_weights(cfg)), describe_optimizer(cfg)
     for line in [*describe_model(cfg.model), objective, optimizer, size]:
         console.print(line)
-
-    ensure_mesh()
     with Checkpoints(run_dir / "checkpoints", cfg.train.keep) as checkpoints:
         if checkpoints.latest is None:
             state, tokens = jax.jit(lambda: init_state(cfg), compiler_options=_RUNS_ONCE)(), 0
@@ -141,7 +140,9 @@ def _read(cfg: Config) -> tuple[grain.DatasetIterator, list[Batch], str]:
             "256 bytes and the document border"
         )
     train, held_out = split(read_documents(cfg.data.path), cfg.data.held_out)
-    make = functools.partial(batches, seq_len=cfg.data.seq_len, rows=cfg.data.batch_size)
+    make = functools.partial(
+        batches, seq_len=cfg.data.seq_len, rows=cfg.data.batch_size, multiple=cfg.mesh.context
+    )
     held_out_batches = make(held_out, seed=0, repeat=False)
     evaluation = list(itertools.islice(held_out_batches, cfg.train.eval_batches))
     if not evaluation:

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 from dsv4_jax.config import Config
+from dsv4_jax.mesh import act_spec
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import RouterBias, whole
 from dsv4_jax.ops.cross_entropy import cross_entropy
@@ -28,24 +29,29 @@ def objective_weights(cfg: Config) -> dict[str, float]:
     return {name: weight for name, weight in weights.items() if weight}
 
 
-def losses(model: DeepSeek, batch: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], jax.Array]:
+def denominators(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """What the losses of a batch are divided by: its targets of either kind, and its real tokens."""
+    counts = {name: (batch[name] >= 0).sum() for name in ("targets", "mtp_targets")}
+    counts["real"] = (batch["segment_ids"] > 0).sum()
+    return {name: jnp.maximum(count, 1) for name, count in counts.items()}
+
+
+def losses(
+    model: DeepSeek, batch: dict[str, jax.Array], whole_batch: dict[str, jax.Array] | None = None
+) -> tuple[dict[str, jax.Array], jax.Array]:
     """Every loss of a batch, fp32 scalars by name, and the load [layers, E] of every layer's experts.
 
-    Each is a sum over the batch divided by how many targets or real tokens the whole batch has.
+    Each is a sum over the batch divided by how many targets or real tokens there are: in `whole_batch`,
+    its `denominators`, if the batch is a part of one, so that the parts add up.
     """
-    targets = batch["targets"]
+    targets, count = batch["targets"], whole_batch or denominators(batch)
     out = model.features(batch["ids"], batch["segment_ids"], following=jnp.maximum(targets, 0))
     head = whole(model.head)
-    real = jnp.maximum((batch["segment_ids"] > 0).sum(), 1)
-
-    def mean(h: jax.Array, targets: jax.Array) -> jax.Array:
-        return cross_entropy(h, head, targets) / jnp.maximum((targets >= 0).sum(), 1)
-
-    found = {"loss": mean(out.h, targets)}
+    found = {"loss": cross_entropy(out.h, head, targets) / count["targets"]}
     if out.mtp is not None:
-        found["mtp_loss"] = mean(out.mtp, batch["mtp_targets"])
+        found["mtp_loss"] = cross_entropy(out.mtp, head, batch["mtp_targets"]) / count["mtp_targets"]
     for name in ("balance", "indexer"):
-        found[f"{name}_loss"] = sum((told[name] for told in out.layers), jnp.zeros(())) / real
+        found[f"{name}_loss"] = sum((told[name] for told in out.layers), jnp.zeros(())) / count["real"]
     return found, jnp.stack([told["load"] for told in out.layers])
 
 
@@ -74,19 +80,39 @@ def gradient_norms(grads: nnx.State) -> dict[str, jax.Array]:
     return norms
 
 
+def accumulation_parts(batch: dict[str, jax.Array], parts: int) -> dict[str, jax.Array]:
+    """The batch in parts [parts, B / parts, S]; every device's rows are split evenly among them."""
+    split = lambda x: x.reshape(parts, -1, x.shape[1])
+    spec = act_spec(2)
+    return jax.tree.map(jax.shard_map(split, in_specs=spec, out_specs=jax.P(None, *spec)), batch)
+
+
 def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, Metrics]]:
     """The step as a pure function of state and batch, to be jitted with the state donated."""
     graphdef, params, _ = nnx.split(abstract_model(cfg), nnx.Param, ...)
     tx, weights = optimizer(cfg, params), objective_weights(cfg)
     rate = schedule(cfg.optim, cfg.train.steps)
 
-    def objective(params: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array]):
-        found, load_LE = losses(nnx.merge(graphdef, params, buffers), batch)
+    def objective(params: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array], count: dict[str, jax.Array]):
+        found, load_LE = losses(nnx.merge(graphdef, params, buffers), batch, count)
         return sum(weight * found[name] for name, weight in weights.items()), (found, load_LE)
 
+    def gradient(state: TrainState, batch: dict[str, jax.Array]):
+        """Objective, losses and loads, and the gradient, added up over the parts of the batch."""
+        count = denominators(batch)
+
+        def part(batch: dict[str, jax.Array]):
+            return jax.value_and_grad(objective, has_aux=True)(state.params, state.buffers, batch, count)
+
+        if cfg.train.accumulate == 1:
+            return part(batch)
+        parts = accumulation_parts(batch, cfg.train.accumulate)
+        shapes = jax.eval_shape(part, jax.tree.map(lambda x: x[0], parts))
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, out_sharding=s.sharding.spec), shapes)
+        return jax.lax.scan(lambda total, batch: (jax.tree.map(jnp.add, total, part(batch)), None), zeros, parts)[0]
+
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
-        grad = jax.value_and_grad(objective, has_aux=True)
-        (total, (found, load_LE)), grads = grad(state.params, state.buffers, batch)
+        (total, (found, load_LE)), grads = gradient(state, batch)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         model = nnx.merge(graphdef, params, state.buffers)
