@@ -15,7 +15,7 @@ from flax import nnx
 
 from dsv4_jax.mesh import BATCH
 from dsv4_jax.model.config import CSA_RATIO, ModelConfig
-from dsv4_jax.model.params import Params, linear, rms_norm, whole
+from dsv4_jax.model.params import Params, linear, rms_norm, saved, whole
 from dsv4_jax.model.rope import Rotation, frequencies, rotate, rotation
 from dsv4_jax.ops.attention import Attended, Index, attend
 from dsv4_jax.ops.context import chunk, gather_entries, offset, own_windows, rows_at, with_left
@@ -138,8 +138,9 @@ class Attention(nnx.Module):
         core = functools.partial(_core, cfg, ratio)
         core = jax.shard_map(core, in_specs=(tokens, jax.P(), rows), out_specs=tokens)
         out: Attended = core(act, weights, at)
-        u = jnp.einsum("bsghk,ghkr->bsgr", out.o_BSHK, whole(self.wo_a, dtype).reshape(G, H // G, K, -1))
-        return jnp.einsum("bsgr,grd->bsd", u, whole(self.wo_b, dtype).reshape(G, -1, cfg.dim)), out
+        o = saved(out.o_BSHK)
+        u = saved(jnp.einsum("bsghk,ghkr->bsgr", o, whole(self.wo_a, dtype).reshape(G, H // G, K, -1)))
+        return saved(jnp.einsum("bsgr,grd->bsd", u, whole(self.wo_b, dtype).reshape(G, -1, cfg.dim))), out
 
 
 def _core(cfg: ModelConfig, ratio: int, act: dict[str, Any], weights: dict[str, Any], at: Tables) -> Attended:

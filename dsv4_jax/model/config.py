@@ -113,8 +113,9 @@ class ModelConfig(Section):
     """Seed of the hash-routing tables."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the large matrix products. auto: bfloat16 on accelerators, float32 on CPU."""
-    remat: Literal["full", "none"] = "full"
-    """full: only each layer's input is kept for the backward pass. none: everything is kept."""
+    remat: Literal["save_block_outputs", "full", "none"] = "save_block_outputs"
+    """What each layer keeps for the backward pass. save_block_outputs: its input and its large products;
+    norms, hyper-connections and attention weights are computed again. full: its input alone. none: all."""
     expert_matmul: Literal["auto", "blocked", "ragged"] = "auto"
     """Grouped matrix product of the experts. auto: blocked on CPU, ragged_dot on accelerators."""
     attention_block: int = 128

@@ -2,6 +2,7 @@
 """The whole model: embedding, scanned layers, collapse, head, multi-token prediction."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -158,8 +159,8 @@ class DeepSeek(nnx.Module):
         mtp = None
         for block in mtp_blocks:
             assert following is not None  # made above
-            predict = jax.checkpoint(MTP.predict, static_argnums=(5,)) if cfg.remat == "full" else MTP.predict
-            mtp, told = predict(block, x_BSND, self._embed(following, dtype), ids, at, dtype)
+            predict = _remat(functools.partial(MTP.predict, dtype=dtype), cfg.remat)
+            mtp, told = predict(block, x_BSND, self._embed(following, dtype), ids, at)
             layers.append(told)
         return Features(rms_norm(h, cfg.norm_eps, self.norm), mtp, layers)
 
@@ -210,10 +211,17 @@ def _forced(forced, group) -> list[jax.Array | None]:
     return [jnp.stack([forced[i] for i in group.layers(j)]) for j in range(group.period)]
 
 
+def _remat(layer, remat: str):
+    """The layer with the chosen part of it computed again in the backward pass."""
+    if remat == "none":
+        return layer
+    names = ("product", "topk") if remat == "save_block_outputs" else ()
+    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
+
+
 def _scan(layer, remat: str, x_BSND: jax.Array, blocks: list[Block], forced: list[jax.Array | None]):
     """Runs a group: a scan over its repeats, whose body runs the layers of the period in order."""
-    if remat == "full":
-        layer = jax.checkpoint(layer)
+    layer = _remat(layer, remat)
 
     def body(x_BSND, xs):
         told = []

@@ -14,7 +14,7 @@ from flax import nnx
 
 from dsv4_jax.mesh import BATCH, act_spec, param_spec, varying
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.model.params import HashTable, Params, RouterBias, linear, whole
+from dsv4_jax.model.params import HashTable, Params, RouterBias, linear, saved, whole
 from dsv4_jax.ops.documents import Documents
 from dsv4_jax.ops.grouped_matmul import grouped_matmul
 
@@ -196,11 +196,11 @@ def _own_experts(
     sizes = varying(jnp.zeros(E, jnp.int32), expert_N).at[expert_N].add(1, mode="drop")
 
     x_ND = permute(jnp.repeat(x_BSD.reshape(B * S, D), k, axis=0), order, inverse)
-    gate = grouped_matmul(x_ND, w1, sizes, cfg.expert_matmul)
-    up = grouped_matmul(x_ND, w3, sizes, cfg.expert_matmul)
+    gate = saved(grouped_matmul(x_ND, w1, sizes, cfg.expert_matmul))
+    up = saved(grouped_matmul(x_ND, w3, sizes, cfg.expert_matmul))
     weight_N = permute(weights_BSk.reshape(-1), order, inverse)
     hidden = (weight_N[:, None] * swiglu(gate, up, cfg.swiglu_limit)).astype(x_BSD.dtype)
-    y_ND = permute(grouped_matmul(hidden, w2, sizes, cfg.expert_matmul), inverse, order)
+    y_ND = permute(saved(grouped_matmul(hidden, w2, sizes, cfg.expert_matmul)), inverse, order)
     return y_ND.reshape(B, S, k, D).sum(2, dtype=jnp.float32)
 
 

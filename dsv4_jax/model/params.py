@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.mesh import param_spec
 from dsv4_jax.optim import Role
@@ -95,7 +96,12 @@ def whole(w: nnx.Param, dtype: jnp.dtype = jnp.float32) -> jax.Array:
 
 def linear(x: jax.Array, w: nnx.Param, dtype: jnp.dtype) -> jax.Array:
     """x [..., in] times w [in, out] with operands in `dtype`."""
-    return jnp.einsum("...i,io->...o", x.astype(dtype), whole(w, dtype))
+    return saved(jnp.einsum("...i,io->...o", x.astype(dtype), whole(w, dtype)))
+
+
+def saved(product: jax.Array) -> jax.Array:
+    """Marks a large product, which `remat = "save_block_outputs"` keeps for the backward pass."""
+    return checkpoint_name(product, "product")
 
 
 def rms_norm(x: jax.Array, eps: float, weight: nnx.Param | None = None) -> jax.Array:

@@ -51,20 +51,23 @@ def sinkhorn_scales(
     rows %= x.ndim
     columns = x.ndim - 1 - (rows == x.ndim - 1)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    # The scale of x goes into the vectors, so that no square over- or underflows and each sum is one
-    # pass over x itself: a common factor of the matrix would be stored.
-    scale = _reciprocal(jnp.abs(x).max((rows, columns), keepdims=True))
-    norm = lambda weights, axis: jnp.sqrt(jnp.square(x * (scale * weights)).sum(axis, keepdims=True))
+    # Squared scales are kept, and enter as their roots: each sum is one pass over x, which is never stored
+    # in another form, and no square over- or underflows.
+    size = _reciprocal(jnp.abs(x).max((rows, columns), keepdims=True))
+
+    def squares(weights: jax.Array, axis: int) -> jax.Array:
+        return jnp.square(x * (size * jnp.sqrt(weights))).sum(axis, keepdims=True)
+
     c = jnp.ones((), x.dtype)
-    rho = norm(c, columns)
-    active = rho > tau * rho.mean(rows, keepdims=True)
-    r = jnp.where(active, _reciprocal(rho), 0)
+    first = squares(c, columns)
+    active = jnp.sqrt(first) > tau * jnp.sqrt(first).mean(rows, keepdims=True)
+    r = jnp.where(active, _reciprocal(first), 0)
     for k in range(2, iterations + 1):
         if k % 2:
-            r = jnp.where(active, _reciprocal(norm(c, columns)), 0)
+            r = jnp.where(active, _reciprocal(squares(c, columns)), 0)
         else:
-            c = _reciprocal(norm(r, rows))
-    return r * scale, c
+            c = _reciprocal(squares(r, rows))
+    return jnp.sqrt(r) * size, jnp.sqrt(c)
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
