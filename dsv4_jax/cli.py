@@ -62,12 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _plan(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
-    from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer
+    from dsv4_jax.mesh import abstract_mesh
+    from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer, describe_placement
     from dsv4_jax.train.step import objective_weights
 
-    optimizer, parameters = describe_optimizer(config)
-    objective = describe_objective(objective_weights(config))
-    print(*describe_model(config.model), objective, optimizer, "", parameters, sep="\n")
+    with abstract_mesh(config.mesh.data, config.mesh.expert, config.mesh.context):
+        optimizer, parameters = describe_optimizer(config)
+        objective = describe_objective(objective_weights(config))
+        print(*describe_model(config.model), objective, optimizer, "", parameters, sep="\n")
+        print("", *describe_placement(config), sep="\n")
 
 
 def _optim_lab(args: argparse.Namespace) -> None:

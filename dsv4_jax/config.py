@@ -143,12 +143,20 @@ class TrainConfig(Section):
     accumulate: int = 1
     """Parts of a batch that are computed one after another; the result is that of the whole batch."""
     cpu_devices: int = 0
-    """Run on the CPU as this many devices; 0: the devices that there are."""
+    """Run on the CPU as this many devices (of each process); 0: the devices that there are."""
+    distributed: str = ""
+    """Several processes, each started with the same command. HOST:PORT,COUNT,NUMBER: where process 0 listens, how
+    many there are, which this is. auto: as SLURM, Kubernetes or MPI say. Empty: one process."""
+    deterministic: bool = False
+    """Have a GPU give the same bits every time, at some cost. CPU and TPU do so anyway."""
 
     def _check(self) -> None:
         self.need_positive("steps eval_every eval_batches checkpoint_every keep accumulate")
         for key in ("seed", "sample_bytes", "cpu_devices"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+        form = re.fullmatch(r"|auto|[^,\s]+:\d+,(\d+),(\d+)", self.distributed)
+        right = form is not None and (form[1] is None or int(form[2]) < int(form[1]))
+        self.need("distributed", right, "must be empty, auto, or HOST:PORT,COUNT,NUMBER with NUMBER below COUNT")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ a function is traced, also on one device, where the mesh is 1 x 1 x 1.
 """
 
 import contextlib
+import os
 from typing import Any
 
 import jax
@@ -33,34 +34,46 @@ def make_mesh(data: int = 1, expert: int = 1, context: int = 1) -> jax.sharding.
     return jax.make_mesh((data, expert, context), AXES, (AxisType.Explicit,) * 3, devices=jax.devices()[:need])
 
 
-def use_mesh(data: int, expert: int, context: int, cpu_devices: int = 0) -> None:
-    """Sets the mesh of a run on all devices, or keeps an equal one that has been set.
-
-    Args:
-        data, expert, context: devices along each axis.
-        cpu_devices: run on the CPU as so many devices; 0: on what there is.
+def start_devices(cpu_devices: int = 0, distributed: str = "", deterministic: bool = False) -> None:
+    """Settings that must stand before JAX has devices; see `TrainConfig`.
 
     Raises:
-        ConfigError: if the product is not the number of devices, another mesh has been set, or JAX has
-            started with other devices.
+        ConfigError: if JAX has started already with other ones, or the other processes cannot be found.
+    """
+    if deterministic:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
+    if cpu_devices:
+        jax.config.update("jax_platforms", "cpu")
+        with contextlib.suppress(RuntimeError):  # there are devices already: `use_mesh` counts them
+            jax.config.update("jax_num_cpu_devices", cpu_devices)
+    if distributed and not jax.distributed.is_initialized():
+        address, _, numbers = distributed.partition(",")
+        try:
+            if numbers:
+                count, number = map(int, numbers.split(","))
+                jax.distributed.initialize(address, count, number)
+            else:
+                jax.distributed.initialize()
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"train.distributed = {distributed!r}: {error}") from error
+
+
+def use_mesh(data: int, expert: int, context: int) -> None:
+    """Sets the mesh of a run on all devices, or keeps an equal one that has been set.
+
+    Raises:
+        ConfigError: if the product is not the number of devices, or another mesh has been set.
     """
     shape = dict(zip(AXES, (data, expert, context), strict=True))
-    if cpu_devices:
-        try:
-            jax.config.update("jax_platforms", "cpu")
-            jax.config.update("jax_num_cpu_devices", cpu_devices)
-        except RuntimeError:  # too late: there are devices already, perhaps the right ones
-            pass
     found = jax.sharding.get_abstract_mesh()
     if not found.empty:
         if dict(found.shape) != shape:
             raise ConfigError(f"the mesh that is set is {dict(found.shape)}, the configuration's is {shape}")
         return
     need, count = data * expert * context, jax.device_count()
-    if need != count or cpu_devices not in (0, count):
-        asked = f"train.cpu_devices = {cpu_devices}; " if cpu_devices else ""
+    if need != count:
         raise ConfigError(
-            f"{asked}mesh.data x mesh.expert x mesh.context = {data} x {expert} x {context} = {need}, "
+            f"mesh.data x mesh.expert x mesh.context = {data} x {expert} x {context} = {need}, "
             f"but there are {count} devices ({jax.devices()[0].platform})"
         )
     jax.set_mesh(make_mesh(data, expert, context))
@@ -76,9 +89,14 @@ def ensure_mesh() -> contextlib.AbstractContextManager[Any]:
         try:
             jax.set_mesh(make_mesh())
         except ValueError:  # inside jit, where only an abstract mesh may be entered
-            abstract = jax.sharding.AbstractMesh((1, 1, 1), AXES, axis_types=(AxisType.Explicit,) * 3)
-            return jax.sharding.use_abstract_mesh(abstract)
+            return abstract_mesh(1, 1, 1)
     return contextlib.nullcontext()
+
+
+def abstract_mesh(data: int, expert: int, context: int) -> contextlib.AbstractContextManager[Any]:
+    """A mesh of devices that need not exist, for shapes and shardings."""
+    mesh = jax.sharding.AbstractMesh((data, expert, context), AXES, axis_types=(AxisType.Explicit,) * 3)
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def param_spec(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.P:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration amounts to, in lines of text: layers, parameters, objective, optimizer."""
+"""What a configuration amounts to, in lines of text: layers, parameters, objective, optimizer, placement."""
 
 import collections
 import math
@@ -9,10 +9,11 @@ from flax import nnx
 
 from dsv4_jax import optim
 from dsv4_jax.config import Config
+from dsv4_jax.mesh import RULES
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.optim.groups import block_count, group_leaves
-from dsv4_jax.train.state import abstract_model, parameter_groups
+from dsv4_jax.train.state import abstract_model, abstract_state, parameter_groups
 
 
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int]:
@@ -60,3 +61,37 @@ def describe_optimizer(cfg: Config) -> tuple[str, str]:
         matrices += block_count(group, x.shape).total()
     moved = [f"{rule} {size:,}" + f" in {matrices:,} matrices" * (rule == "muon") for rule, size in sizes.most_common()]
     return f"optimizer   {cfg.optim.name}: {', '.join(moved)}", optim.describe(params, groups)
+
+
+def describe_placement(cfg: Config) -> list[str]:
+    """Where parameters lie on the mesh that is set: a line for all of one shape and spec, and their bytes.
+
+    Axes that the rules would split and that their mesh axis does not divide are named.
+    """
+    state = abstract_state(cfg)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    alike: dict[tuple, list[str]] = {}
+    whole: dict[str, list[str]] = {}
+    for path, v in nnx.to_flat_state(state.params):
+        x, name = v.get_value(), str(path[-1])
+        key = (x.shape, x.sharding.spec, x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)))
+        alike.setdefault(key, []).append(name)
+        for axis, size in zip(v.axes, x.shape, strict=True):
+            mesh_axis = RULES.get(axis)
+            if mesh_axis and size % sizes[mesh_axis]:
+                why = f"{axis} = {size} is not a multiple of mesh.{mesh_axis} = {sizes[mesh_axis]}"
+                whole.setdefault(why, []).append(name)
+    rows = [("shape", "spec", "bytes per device", "parameters")]
+    for (shape, spec, size), names in sorted(alike.items(), key=lambda item: -item[0][2] * len(item[1])):
+        count = f"{len(names)} x {size:,}" if len(names) > 1 else f"{size:,}"
+        placed = ", ".join("-" if axis is None else str(axis) for axis in spec)
+        rows.append((" x ".join(map(str, shape)), placed, count, " ".join(dict.fromkeys(names))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines += [f"whole on every device: {' '.join(dict.fromkeys(names))} ({why})" for why, names in whole.items()]
+    held = {name: _bytes(tree) for name, tree in (("parameters", state.params), ("optimizer", state.opt_state))}
+    return [*lines, "bytes per device: " + ", ".join(f"{name} {size:,}" for name, size in held.items())]
+
+
+def _bytes(tree: object) -> int:
+    return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree))

@@ -51,13 +51,17 @@ def on_mesh(mesh, model=MODEL, change=lambda name, x: x, run=None):
             spec, value = v.get_value().sharding.spec, v.get_value()
             name = ".".join(map(str, path))
             if np.issubdtype(value.dtype, np.integer):
-                x = rng.integers(0, model.n_routed_experts - 1, value.shape[:-1])[..., None] + np.arange(value.shape[-1])
+                x = rng.integers(0, model.n_routed_experts - 1, value.shape[:-1])[..., None] + np.arange(
+                    value.shape[-1]
+                )
             else:
                 x = 0.3 * rng.normal(size=value.shape)
             x = change(name, x).astype(value.dtype)
             flat.append((path, v.replace(jax.device_put(x, NamedSharding(mesh, spec)))))
         params, buffers = nnx.split_state(nnx.from_flat_state(flat), nnx.Param, ...)
-        batch = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, jax.P(BATCH, "context"))), packed_batch(rng))
+        batch = jax.tree.map(
+            lambda x: jax.device_put(x, NamedSharding(mesh, jax.P(BATCH, "context"))), packed_batch(rng)
+        )
 
         def objective(params):
             found, load = losses(nnx.merge(graphdef, params, buffers), batch)

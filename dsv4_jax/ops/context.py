@@ -16,13 +16,15 @@ from dsv4_jax.ops.documents import Windows
 AXIS = "context"
 
 
-def offset(S: int) -> jax.Array:
+def offset(S: int) -> jax.Array | int:
     """Row position of the first token of this device's chunk of S positions."""
-    return jax.lax.axis_index(AXIS) * S
+    return jax.lax.axis_index(AXIS) * S if jax.lax.axis_size(AXIS) > 1 else 0
 
 
 def chunk(tree: Any, S: int) -> Any:
     """This device's chunk of tables [B, whole row, ...]."""
+    if jax.lax.axis_size(AXIS) == 1:
+        return tree
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, offset(S), S, axis=1), tree)
 
 
@@ -44,12 +46,14 @@ def _with_left(x: jax.Array, n: int) -> jax.Array:
     return jnp.concatenate(parts, axis=1) if len(parts) > 1 else x
 
 
-def own_windows(at: Windows, ratio: int, S: int, before: int) -> tuple[Windows, jax.Array]:
+def own_windows(at: Windows, ratio: int, S: int, before: int) -> tuple[Windows, jax.Array | None]:
     """The windows that end in this device's chunk, and their numbers in the row: [B, ceil(S / ratio)] each.
 
     Positions count from `before` tokens left of the chunk, as `with_left` returns them. Unused slots
-    have `end` = before + S, as `compress` expects.
+    have `end` = before + S, as `compress` expects. One device has all windows, and no numbers.
     """
+    if jax.lax.axis_size(AXIS) == 1:
+        return at, None
     first, origin = offset(S), offset(S) - before
     number_BM = (at.end_BM < first).sum(1, keepdims=True) + jnp.arange(-(-S // ratio))
     start, end, index = (rows_at(x, number_BM) for x in at)
@@ -57,14 +61,18 @@ def own_windows(at: Windows, ratio: int, S: int, before: int) -> tuple[Windows, 
     return Windows(start - origin, jnp.where(used, end - origin, before + S), index), number_BM
 
 
-def rows_at(x_BM: jax.Array, number_Bm: jax.Array) -> jax.Array:
-    """Slots of a table [B, M, ...] by number, zero where there is no such slot."""
+def rows_at(x_BM: jax.Array, number_Bm: jax.Array | None) -> jax.Array:
+    """Slots of a table [B, M, ...] by number, zero where there is no such slot; all without numbers."""
+    if number_Bm is None:
+        return x_BM
     return jax.vmap(lambda x, i: x.at[i].get(mode="fill", fill_value=0))(x_BM, number_Bm)
 
 
 def gather_entries(x_BmK: jax.Array, at: Windows, S: int) -> jax.Array:
     """All entries [B, M, K] of the rows, in the order of `at`, from what every device made of its own."""
     m, devices = x_BmK.shape[1], jax.lax.axis_size(AXIS)
+    if devices == 1:
+        return x_BmK
     everyones = jax.lax.all_gather(x_BmK, AXIS, axis=1, tiled=True)
     device_BM = at.end_BM // S  # where the window ends; past the last one for unused slots
     first_BM = jax.vmap(jnp.searchsorted)(at.end_BM, device_BM * S)  # number of that device's first window

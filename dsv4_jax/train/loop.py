@@ -21,9 +21,9 @@ from rich.console import Console
 from dsv4_jax.config import Config
 from dsv4_jax.data.pipeline import Batch, batches
 from dsv4_jax.data.text import VOCAB_SIZE, Document, read_documents, split
-from dsv4_jax.mesh import act_spec, use_mesh
+from dsv4_jax.mesh import act_spec, start_devices, use_mesh
 from dsv4_jax.sample import sample
-from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer
+from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer, describe_placement
 from dsv4_jax.train.checkpoint import Checkpoints
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.metrics import Display, MetricsWriter
@@ -49,11 +49,16 @@ def run(cfg: Config, console: Console | None = None) -> None:
     console = console or Console(highlight=False, markup=False, soft_wrap=True)
     run_dir = Path(cfg.train.run_dir)
     data, evaluation, size = _read(cfg)
-    use_mesh(cfg.mesh.data, cfg.mesh.expert, cfg.mesh.context, cfg.train.cpu_devices)
+    start_devices(cfg.train.cpu_devices, cfg.train.distributed, cfg.train.deterministic)
+    use_mesh(cfg.mesh.data, cfg.mesh.expert, cfg.mesh.context)
+    if jax.process_index():  # the first process speaks and writes for all
+        console = Console(quiet=True)
     _claim(cfg, run_dir)
     objective, (optimizer, _) = describe_objective(objective_weights(cfg)), describe_optimizer(cfg)
     for line in [*describe_model(cfg.model), objective, optimizer, size]:
         console.print(line)
+    if jax.device_count() > 1:
+        console.print(*describe_placement(cfg), sep="\n")
     with Checkpoints(run_dir / "checkpoints", cfg.train.keep) as checkpoints:
         if checkpoints.latest is None:
             state, tokens = jax.jit(lambda: init_state(cfg), compiler_options=_RUNS_ONCE)(), 0
@@ -100,7 +105,10 @@ def _loop(
     step, loss = int(state.step), math.nan
     clock = time.monotonic()
     run_dir, steps = Path(cfg.train.run_dir), cfg.train.steps
-    with MetricsWriter(run_dir, step) as writer, Display(console, steps, step) as display:
+    with (
+        MetricsWriter(run_dir if jax.process_index() == 0 else None, step) as writer,
+        Display(console, steps, step) as display,
+    ):
         pending: dict[str, Any] | None = None  # the metrics of the last step, which the device still works on
         while step < steps:
             state, metrics = train_step(state, _put(next(data)))
@@ -140,9 +148,7 @@ def _read(cfg: Config) -> tuple[grain.DatasetIterator, list[Batch], str]:
             "256 bytes and the document border"
         )
     train, held_out = split(read_documents(cfg.data.path), cfg.data.held_out)
-    make = functools.partial(
-        batches, seq_len=cfg.data.seq_len, rows=cfg.data.batch_size, multiple=cfg.mesh.context
-    )
+    make = functools.partial(batches, seq_len=cfg.data.seq_len, rows=cfg.data.batch_size, multiple=cfg.mesh.context)
     held_out_batches = make(held_out, seed=0, repeat=False)
     evaluation = list(itertools.islice(held_out_batches, cfg.train.eval_batches))
     if not evaluation:
@@ -173,13 +179,18 @@ def _claim(cfg: Config, run_dir: Path) -> None:
             raise ConfigError(
                 "\n  ".join([f"{run_dir} holds another model's run; choose another train.run_dir or undo", *changed])
             )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(resolved, indent=2) + "\n")
+    if jax.process_index() == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(resolved, indent=2) + "\n")
+        new.replace(path)
 
 
 def _put(batch: Batch) -> dict[str, jax.Array]:
+    """The batch on the devices; each process places its own part."""
     sharding = NamedSharding(jax.sharding.get_mesh(), act_spec(2))
-    return {name: jax.device_put(value, sharding) for name, value in batch.items()}
+    put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    return {name: put(value) for name, value in batch.items()}
 
 
 def _evaluate(eval_step: Callable[..., Any], state: TrainState, evaluation: list[Batch]) -> float:

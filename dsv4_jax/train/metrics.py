@@ -16,8 +16,14 @@ LINE = "loss {loss:.3f}  {tokens_per_s:,.0f} tok/s  lr {lr:.1e}"
 class MetricsWriter:
     """Appends one JSON object a step to `metrics.jsonl` and the same scalars to TensorBoard files."""
 
-    def __init__(self, run_dir: Path, step: int):
-        """Opens the files of a run that continues after `step`; later lines, of a lost run, are dropped."""
+    def __init__(self, run_dir: Path | None, step: int):
+        """Opens the files of a run that continues after `step`; later lines, of a lost run, are dropped.
+
+        Without a directory nothing is written: processes after the first.
+        """
+        self._file = self._board = None
+        if run_dir is None:
+            return
         path = run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         kept = [line for line in lines if json.loads(line)["step"] <= step]
@@ -27,6 +33,8 @@ class MetricsWriter:
 
     def write(self, scalars: dict[str, float]) -> None:
         """Writes one step's scalars, of which `step` is one."""
+        if self._file is None or self._board is None:
+            return
         self._file.write(json.dumps(scalars) + "\n")
         self._file.flush()
         for name, value in scalars.items():
@@ -36,8 +44,9 @@ class MetricsWriter:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._file.close()
-        self._board.close()
+        if self._file is not None and self._board is not None:
+            self._file.close()
+            self._board.close()
 
 
 class Display:

@@ -79,7 +79,8 @@ def abstract_model(cfg: Config) -> DeepSeek:
 
 def abstract_state(cfg: Config) -> TrainState:
     """Shapes, types and shardings of a run's state."""
-    whole = NamedSharding(jax.sharding.get_mesh(), jax.P())
+    mesh = jax.sharding.get_mesh()
+    whole = NamedSharding(jax.sharding.get_abstract_mesh() if mesh.empty else mesh, jax.P())
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or whole)
