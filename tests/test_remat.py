@@ -13,7 +13,7 @@ from golden_models import empty_model, small_config
 from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.train.step import losses
 
-MODEL = small_config(n_layers=3, compress_ratios=(0, 4, 8, 0), n_hash_layers=1, attention_block=8, hc_mult=2)
+MODEL = small_config(compress_ratios=(4,), n_mtp_layers=0, attention_block=8, hc_mult=2)
 IDS = np.random.default_rng(0).integers(0, 64, (2, 24)).astype(np.int32)
 BATCH = {"ids": IDS, "segment_ids": np.ones_like(IDS), "targets": IDS, "mtp_targets": IDS}
 
@@ -50,7 +50,6 @@ def test_large_products_are_never_computed_again():
     for remat in ("none", "save_block_outputs", "full"):
         f, params = gradient(remat)
         cost[remat] = products(jax.make_jaxpr(f)(params).jaxpr)
-    print(cost)
     assert cost["save_block_outputs"] < 1.1 * cost["none"] and cost["full"] > 1.2 * cost["none"]
 
 

@@ -219,6 +219,7 @@ def test_the_schedule_fills_the_run():
     np.testing.assert_allclose([rate(t) for t in (0, 3, 89, 94, 99)], [0.25, 1, 1, 0.55, 0.1], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_other_table_trains_with_a_momentum_in_bf16(batch, corpus, tmp_path):
     cfg = config(corpus, tmp_path, 8)
     cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, name="deepseek_v41", momentum_dtype="bfloat16"))
