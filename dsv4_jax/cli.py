@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m dsv4_jax", description="Commands beside train.py.")
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="print a configuration's layers, parameters, objective and optimizer")
+    plan.add_argument("--topology", help="also compile the step for this TPU slice, such as v5p:2x2x1")
     plan.add_argument("config", help="a configuration file")
     plan.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key value ...")
     sample = commands.add_parser("sample", help="continue a prompt with a trained model")
@@ -62,15 +63,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _plan(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
+    from dsv4_jax import summary
     from dsv4_jax.mesh import abstract_mesh
-    from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer, describe_placement
     from dsv4_jax.train.step import objective_weights
 
     with abstract_mesh(config.mesh.data, config.mesh.expert, config.mesh.context):
-        optimizer, parameters = describe_optimizer(config)
-        objective = describe_objective(objective_weights(config))
-        print(*describe_model(config.model), objective, optimizer, "", parameters, sep="\n")
-        print("", *describe_placement(config), sep="\n")
+        optimizer, parameters = summary.describe_optimizer(config)
+        objective = summary.describe_objective(objective_weights(config))
+        matrices, attention = summary.operations_per_token(config.model, config.data.seq_len)
+        work = f"operations  {matrices:.3g} a token in matrices, {attention:.3g} in attention, forward and backward"
+        print(*summary.describe_model(config.model), work, objective, optimizer, "", parameters, sep="\n")
+        print("", *summary.describe_placement(config), sep="\n")
+    if args.topology:
+        from dsv4_jax.topology import compile_for
+
+        print("", *compile_for(config, args.topology), sep="\n")
 
 
 def _optim_lab(args: argparse.Namespace) -> None:

@@ -56,6 +56,8 @@ class OptimConfig(Section):
     """Type in which that momentum is kept."""
     coefficients: str = "deepseek_v4"
     """Newton-Schulz steps of Muon, a name of `dsv4_jax.optim.COEFFICIENTS`."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Operands of Muon's matrix products, which sum in fp32. auto: bfloat16 on accelerators, float32 on CPU."""
     tau: float = 1e-3
     """Rows of a table whose momentum is below this part of the mean do not move (Sinkhorn-balanced update)."""
     b1: float = 0.9

@@ -19,7 +19,7 @@ AXES = ("data", "expert", "context")
 BATCH = ("data", "expert")
 
 # Logical axis of a parameter -> mesh axis. Axes that are not named here are never split.
-RULES = {"embed": "data", "experts": "expert", "vocab": "data"}
+RULES = {"embed": "data", "experts": "expert", "heads": "data", "vocab": "data"}
 
 
 def make_mesh(data: int = 1, expert: int = 1, context: int = 1) -> jax.sharding.Mesh:

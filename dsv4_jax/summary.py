@@ -10,7 +10,7 @@ from flax import nnx
 from dsv4_jax import optim
 from dsv4_jax.config import Config
 from dsv4_jax.mesh import RULES
-from dsv4_jax.model.config import LayerSpec, ModelConfig
+from dsv4_jax.model.config import CSA_RATIO, LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.optim.groups import block_count, group_leaves
 from dsv4_jax.train.state import abstract_model, abstract_state, parameter_groups
@@ -26,6 +26,26 @@ def parameter_counts(cfg: ModelConfig) -> tuple[int, int]:
         if "experts" in variable.axes:
             idle += size * (cfg.n_routed_experts - cfg.n_activated_experts) // cfg.n_routed_experts
     return total, total - idle
+
+
+def operations_per_token(cfg: ModelConfig, S: int) -> tuple[float, float]:
+    """Floating-point operations of a training step per token, in matrices and in attention, for rows of S.
+
+    Six a parameter that a token uses, but for the embedding's row, and once more for each MTP block's use
+    of the head; attention to the window, to the entries that a query sees on average and to those that
+    the indexer scores, forward once and backward twice.
+    """
+    table = cfg.vocab_size * cfg.dim
+    matrices = 6.0 * (parameter_counts(cfg)[1] - table + cfg.n_mtp_layers * table)
+    attention = 0.0
+    for ratio in cfg.compress_ratios:
+        seen = S / (2 * ratio) if ratio else 0.0
+        read = seen
+        if ratio == CSA_RATIO and cfg.attention != "dense":
+            attention += 3 * 2 * cfg.index_n_heads * cfg.index_head_dim * seen
+            read = min(seen, cfg.index_topk) if cfg.attention == "sparse" else seen
+        attention += 3 * 4 * cfg.n_heads * cfg.head_dim * (min(cfg.window_size, S / 2) + read)
+    return matrices, attention
 
 
 def describe_model(cfg: ModelConfig) -> list[str]:
@@ -66,7 +86,7 @@ def describe_optimizer(cfg: Config) -> tuple[str, str]:
 def describe_placement(cfg: Config) -> list[str]:
     """Where parameters lie on the mesh that is set: a line for all of one shape and spec, and their bytes.
 
-    Axes that the rules would split and that their mesh axis does not divide are named.
+    Parameters that a mesh axis would split, if it divided them, are named.
     """
     state = abstract_state(cfg)
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -78,7 +98,7 @@ def describe_placement(cfg: Config) -> list[str]:
         alike.setdefault(key, []).append(name)
         for axis, size in zip(v.axes, x.shape, strict=True):
             mesh_axis = RULES.get(axis)
-            if mesh_axis and size % sizes[mesh_axis]:
+            if mesh_axis and mesh_axis not in x.sharding.spec and size % sizes[mesh_axis]:
                 why = f"{axis} = {size} is not a multiple of mesh.{mesh_axis} = {sizes[mesh_axis]}"
                 whole.setdefault(why, []).append(name)
     rows = [("shape", "spec", "bytes per device", "parameters")]
@@ -88,7 +108,7 @@ def describe_placement(cfg: Config) -> list[str]:
         rows.append((" x ".join(map(str, shape)), placed, count, " ".join(dict.fromkeys(names))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [f"whole on every device: {' '.join(dict.fromkeys(names))} ({why})" for why, names in whole.items()]
+    lines += [f"not split: {' '.join(dict.fromkeys(names))} ({why})" for why, names in whole.items()]
     held = {name: _bytes(tree) for name, tree in (("parameters", state.params), ("optimizer", state.opt_state))}
     return [*lines, "bytes per device: " + ", ".join(f"{name} {size:,}" for name, size in held.items())]
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that must stand before jax is imported, the mesh of all tests, and the golden models.
 
-Eight emulated devices for everybody, so that one process can run all tests; cheap compilation, since
-most of the time of these tests is compiling; and a cache of what was compiled before.
+Eight emulated devices for everybody, so that any process can run any test; cheap compilation, since most
+of the time of these tests is compiling; and a cache of what was compiled before, shared by the two
+processes that run the tests, a file each at a time.
 """
 
 import os
@@ -13,6 +14,7 @@ SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "8",
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+    "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 * 2**30),  # bytes; with a limit, files are locked while they are written
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",

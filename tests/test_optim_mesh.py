@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dsv4_jax as ds
-from dsv4_jax import optim
+from dsv4_jax import optim, topology
 from dsv4_jax.mesh import make_mesh
 from dsv4_jax.optim import MatrixSpec, Role
 
@@ -102,18 +102,8 @@ def test_any_mesh_gives_the_same_updates(mesh, place, expected):
 
 
 def collectives(program):
-    """(operation, bytes of a device's operand) of every collective in a compiled program."""
-    found = []
-    for line in program.as_text().splitlines():
-        match = re.search(
-            r"= (.*?) (all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter)(-start)?\(", line
-        )
-        if match:
-            sizes = [
-                np.prod([int(n) for n in dims.split(",") if n]) for dims in re.findall(r"f32\[([\d,]*)\]", match[1])
-            ]
-            found.append((match[2], 4 * int(sum(sizes))))
-    return found
+    """(operation, bytes of a device's result) of every collective in a compiled program."""
+    return [(kind, size) for kind, size, _ in topology.collectives(program.as_text())]
 
 
 @pytest.mark.parametrize("spec", [P(None, "d"), P(None, None, "d")])

@@ -114,8 +114,8 @@ class _Spread(NamedTuple):
 
         The stack is padded with zeros where the devices do not divide it.
         """
-        split, (copies,) = [_size(names) for names in self[:2]], [_size(self.copies)]
-        x = jnp.pad(x, ((0, -len(x) % (copies * math.prod(split))), (0, 0), (0, 0)))
+        copies = _size(self.copies)
+        x = jnp.pad(x, ((0, -len(x) % math.prod(map(_size, self))), (0, 0), (0, 0)))
         for axis, names in enumerate(self[:2], 1):
             x = jax.lax.all_to_all(x, names, 0, axis, tiled=True) if names else x
         if not self.copies:
@@ -188,7 +188,8 @@ def map_matrices(
 
     Matrices of equal shape are handed to `f` together, whichever tensors they come from, transposed
     where they have more rows than columns. On a mesh every device gets whole matrices, as many as any
-    other, and each is handed to one device only. Call it under `jax.jit`.
+    other, and each is handed to one device only. Inside a `shard_map` of the caller's, what a device
+    holds is taken for whole. Call it under `jax.jit`.
 
     Args:
         f: from a stack [N, n, m] with n <= m to one of the same shape and dtype, each matrix on its own

@@ -57,7 +57,7 @@ def run(cfg: Config, console: Console | None = None) -> None:
     objective, (optimizer, _) = describe_objective(objective_weights(cfg)), describe_optimizer(cfg)
     for line in [*describe_model(cfg.model), objective, optimizer, size]:
         console.print(line)
-    if jax.device_count() > 1:
+    if jax.sharding.get_abstract_mesh().size > 1:
         console.print(*describe_placement(cfg), sep="\n")
     with Checkpoints(run_dir / "checkpoints", cfg.train.keep) as checkpoints:
         if checkpoints.latest is None:

@@ -64,6 +64,7 @@ def optimizer(cfg: Config, params: Any) -> optax.GradientTransformation:
         momentum=optim.momentum,
         momentum_dtype=optim.momentum_dtype,
         coefficients=optim.coefficients,
+        precision=None if optim.precision == "auto" else optim.precision,
         tau=optim.tau,
         b1=optim.b1,
         b2=optim.b2,

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training step compiled for TPUs that are not there: what XLA says it needs."""
+
+import collections
+import dataclasses
+import math
+import re
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+
+from dsv4_jax.config import Config
+from dsv4_jax.mesh import AXES, act_spec
+from dsv4_jax.train.state import abstract_state
+from dsv4_jax.train.step import make_train_step
+from dsv4_jax.validate import ConfigError
+
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter|ragged-all-to-all)(?:-start)?\("
+)
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+
+def collectives(program: str) -> list[tuple[str, int, tuple[int, ...]]]:
+    """Kind, bytes of the result on a device, and its largest shape, of every collective in compiled text."""
+    found = []
+    for line in program.splitlines():
+        if match := _COLLECTIVE.search(line):
+            arrays = [
+                (_BYTES.get(kind, 4), tuple(int(n) for n in dims.split(",") if n))
+                for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+            ]
+            size = sum(width * math.prod(shape) for width, shape in arrays)
+            found.append((match[2], size, max((shape for _, shape in arrays), key=math.prod)))
+    return found
+
+
+def compile_for(cfg: Config, topology: str) -> list[str]:
+    """Compiles the step of `cfg` for a TPU slice such as `v5p:2x2x1` and describes it, a line each.
+
+    Products are in bf16 and experts in ragged form, as on the real device, whatever device this is.
+
+    Raises:
+        ConfigError: if there is no TPU compiler or no such slice, or its devices are not the mesh's.
+    """
+    from jax.experimental import topologies
+
+    try:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"no TPU slice {topology!r} to compile for: {why}; the compiler comes with pip install 'dsv4_jax[tpu]'"
+        ) from error
+    shape = (cfg.mesh.data, cfg.mesh.expert, cfg.mesh.context)
+    if math.prod(shape) != len(devices):
+        raise ConfigError(
+            f"{topology} has {len(devices)} devices, but mesh.data x mesh.expert x mesh.context = "
+            f"{' x '.join(map(str, shape))} = {math.prod(shape)}"
+        )
+    cfg = dataclasses.replace(
+        cfg,
+        model=dataclasses.replace(cfg.model, compute_dtype="bfloat16", expert_matmul="ragged"),
+        optim=dataclasses.replace(cfg.optim, precision="bfloat16"),
+    )
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Explicit,) * 3)
+    with jax.set_mesh(mesh):
+        length = -(-cfg.data.seq_len // cfg.mesh.context) * cfg.mesh.context
+        row = jax.ShapeDtypeStruct((cfg.data.batch_size, length), np.int32, sharding=NamedSharding(mesh, act_spec(2)))
+        batch = dict.fromkeys(("ids", "segment_ids", "targets", "mtp_targets"), row)
+        step = jax.jit(make_train_step(cfg), donate_argnums=0)
+        program = step.trace(abstract_state(cfg), batch).lower(lowering_platforms=("tpu",)).compile()
+    memory, text = program.memory_analysis(), program.as_text()
+    lines = [f"compiled    for {len(devices)} x {devices[0].device_kind} ({topology})"]
+    if memory is not None:
+        held, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        lines.append(f"memory      {held:,} bytes of state and batch and {temporary:,} temporary, per device")
+    flops = (program.cost_analysis() or {}).get("flops")
+    if flops:
+        lines.append(f"operations  {flops:,.0f} a step and device, loop bodies counted once")
+    moved: collections.Counter[str] = collections.Counter()
+    count: collections.Counter[str] = collections.Counter()
+    for kind, size, _ in collectives(text):
+        moved[kind] += size
+        count[kind] += 1
+    for kind in sorted(count):
+        lines.append(f"collective  {count[kind]} {kind}, {moved[kind]:,} bytes a device, loop bodies counted once")
+    return lines

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run will need: the published sizes without an array, and the step compiled for TPUs that are not there."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import dsv4_jax as ds
+from dsv4_jax.cli import main
+from dsv4_jax.topology import collectives, compile_for
+
+HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
+TINY = str(ROOT / "configs" / "tiny_v4.py")
+
+
+@pytest.mark.parametrize(
+    "name, total, matrices, devices",
+    [
+        ("v4_flash", 290_942_289_362, 1.4e10, 512),
+        pytest.param("v4_pro", 1_598_837_347_742, 4.9e10, 1536, marks=pytest.mark.slow),
+    ],
+)
+def test_published_sizes(name, total, matrices, devices):
+    """Operations and bytes of the real models on hundreds of devices that need not exist."""
+    command = [sys.executable, "-m", "dsv4_jax", "plan", str(ROOT / "configs" / f"{name}.py")]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    numbers = lambda line: [float(n.replace(",", "")) for n in re.findall(r"\d[\d,.]*\d(?:e\+\d+)?", line)]
+    said = {
+        word: numbers(line)
+        for line in lines
+        for word in ("parameters ", "operations", "bytes per device:")
+        if line.startswith(word)
+    }
+    assert said["parameters "][0] == pytest.approx(total, rel=1e-6)
+    assert said["operations"][0] / 6 == pytest.approx(matrices, rel=0.1) and said["operations"][1] > 1e9
+    held, optimizer = said["bytes per device:"]
+    assert 4 * total / devices <= held < 1.6 * 4 * total / devices and held < optimizer < 1.1 * held
+
+
+def test_collectives_are_read_from_the_text():
+    text = """
+  %a = f32[2,40,16]{2,1,0} all-gather(%x), replica_groups={{0,1}}
+  %b = (bf16[8,4]{1,0}, f32[3]{0}) all-to-all(%y, %z)
+  %c = f32[] all-reduce-start(%w)
+  %d = f32[5]{0} add(%p, %q)
+"""
+    assert collectives(text) == [("all-gather", 5120, (2, 40, 16)), ("all-to-all", 76, (8, 4)), ("all-reduce", 4, ())]
+
+
+def test_slices_that_do_not_fit_are_refused(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["plan", "--topology", "v5e:2x2" if HAS_COMPILER else "nowhere", TINY])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert ("has 4 devices" if HAS_COMPILER else "pip install 'dsv4_jax[tpu]'") in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_COMPILER, reason="needs libtpu, the TPU compiler")
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 1, 8), (1, 8, 1), (8, 1, 1)])
+def test_the_tiny_step_compiles_for_tpu_on_every_axis(mesh):
+    names = [f"--mesh.{axis}={size}" for axis, size in zip(("data", "expert", "context"), mesh, strict=True)]
+    cfg = ds.load_config(TINY, [*names, "--data.batch-size", "8", "--model.n-routed-experts", "16"])
+    lines = compile_for(cfg, "v5e:2x4")
+    assert "8 x TPU" in lines[0] and any(line.startswith("memory") for line in lines)
+    assert any("collective" in line for line in lines)
