@@ -35,6 +35,14 @@ settings.register_profile("default", deadline=None, derandomize=True, max_exampl
 settings.load_profile("default")
 
 
+LONGEST = ["test_train.py", "test_golden.py", "test_mesh.py", "test_sinkhorn.py"]
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest first, so that neither process ends up alone with one of them."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def mesh():
     """One device under the three axes; tests of other meshes enter their own inside it."""

@@ -86,6 +86,23 @@ def test_divergence_is_a_score_and_not_a_crash(tmp_path):
     )
 
 
+def test_a_seed_may_diverge_at_the_chosen_rate(tmp_path):
+    """Its curve ends in gaps and the table says so; table and pictures come all the same."""
+
+    class Cliff(Bowl):
+        def loss(self, params, batch):
+            return super().loss(params, batch) + jnp.where(jnp.abs(params["w"]).max() > 2.5, jnp.nan, 0.0)
+
+        def init(self, seed):
+            return {"w": np.full(4, 1.0 + seed, np.float32)}
+
+    this = lab(sgd((0.25, 0.5, 1.0)), task=Cliff(), seeds=(0, 1, 2))
+    results = run_lab(this, tmp_path, lambda line: None)
+    assert results.find("SGD", results.rates["SGD"], 2, 60).curve == [None, None]
+    assert "a seed diverged" in table(this, results)
+    assert len(draw(this, results, tmp_path)) == 2
+
+
 def test_another_task_is_refused(tmp_path):
     run_lab(lab(sgd((0.25, 0.5, 1.0)), seeds=(0,)), tmp_path, lambda line: None)
     with pytest.raises(ds.ConfigError, match="another clip, width"):

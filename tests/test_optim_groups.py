@@ -156,6 +156,15 @@ def test_adamw_is_optax_adamw_and_not_nesterovs():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), a[0], b[0])
 
 
+def test_decay_can_be_chosen():
+    params, rules = foreign()
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    for make in (optim.deepseek_v4, optim.deepseek_v41):
+        tx = make(0.1, params, rules, weight_decay=0.5)
+        updates, _ = tx.update(zeros, tx.init(params), params)
+        np.testing.assert_allclose(updates["layers"][0]["up"], -0.05 * params["layers"][0]["up"], rtol=1e-5)
+
+
 def test_zero_gradients_only_decay():
     """Muon leaves and norms by 1 - lr decay, the rest not by a bit; nothing is NaN."""
     params, rules = foreign()

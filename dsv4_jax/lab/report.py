@@ -8,15 +8,8 @@ import numpy as np
 from dsv4_jax.lab.runner import CHUNK, Lab, Results, Run
 
 
-def _best(lab: Lab, results: Results, name: str) -> float:
-    """The rate that was chosen for a contender: the best of the first seed."""
-    first = [r for r in results.runs if (r.contender, r.seed, r.steps) == (name, lab.seeds[0], lab.steps)]
-    return min(first, key=lambda run: run.score(lab.metric)).rate
-
-
 def _at_best(lab: Lab, results: Results, name: str, steps: int) -> list[Run]:
-    rate = _best(lab, results, name)
-    runs = [results.find(name, rate, seed, steps) for seed in lab.seeds]
+    runs = [results.find(name, results.rates[name], seed, steps) for seed in lab.seeds]
     return [run for run in runs if run is not None]
 
 
@@ -30,7 +23,10 @@ def table(lab: Lab, results: Results) -> str:
             cells = []
             for name in measures:
                 scores = [run.score(name) for run in runs]
-                cells.append(f"{np.mean(scores):.4f} ± {np.std(scores, ddof=min(1, len(scores) - 1)):.4f}")
+                if np.isfinite(scores).all():
+                    cells.append(f"{np.mean(scores):.4f} ± {np.std(scores, ddof=min(1, len(scores) - 1)):.4f}")
+                else:
+                    cells.append("a seed diverged")
             seconds = f"{np.mean([run.seconds for run in runs]):.0f}"
             rows.append([contender.name, str(steps), f"{runs[0].rate:g}", *cells, seconds])
     rows.insert(1, ["---"] * len(rows[0]))
@@ -50,7 +46,7 @@ def draw(lab: Lab, results: Results, folder: Path) -> list[Path]:
         for name in runs:
             curves = np.array([run.curve for run in _at_best(lab, results, name, lab.steps)], float)
             at = np.minimum(CHUNK * np.arange(1, curves.shape[1] + 1), lab.steps)
-            axes.plot(at, curves.mean(0), label=f"{name}, rate {_best(lab, results, name):g}")
+            axes.plot(at, curves.mean(0), label=f"{name}, rate {results.rates[name]:g}")
         title = f"Mean of {len(lab.seeds)} seeds at the best rate"
         axes.set(xlabel="step", ylabel="training loss", yscale="log", title=title)
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,9 @@ class Run:
 
 
 class Results:
-    """The finished runs of a folder, a line each in `runs.jsonl`.
+    """The finished runs of a folder, a line each in `runs.jsonl`, and the rate that each contender was given.
+
+    Runs are known by their contender's name: an optimizer that changes needs another name or folder.
 
     Raises:
         ConfigError: if the folder holds results of another task or schedule.
@@ -118,6 +120,7 @@ class Results:
         if cut:  # the last stop came in the middle of a line
             self.path.write_text(text.removesuffix(cut))
         self.runs = [Run(**json.loads(line)) for line in lines]
+        self.rates: dict[str, float] = {}
 
     def find(self, contender: str, rate: float, seed: int, steps: int) -> Run | None:
         """The run, if it is finished."""
@@ -157,7 +160,7 @@ def run_lab(lab: Lab, folder: Path, say: Callable[[str], None] = print) -> Resul
             return found
 
         score = lambda rate, run=run: run(rate, lab.seeds[0], lab.steps).score(lab.metric)
-        rate = best_rate(contender.rates, score)
+        rate = results.rates[contender.name] = best_rate(contender.rates, score)
         for seed, steps in itertools.product(lab.seeds, (lab.steps, *contender.shorter)):
             run(rate, seed, steps)
     return results
@@ -209,6 +212,7 @@ def compiled_run(lab: Lab, contender: Contender, steps: int) -> Callable[[float,
             carry, losses = chunk(at, carry, lab.task.batches(seed, first, count))
             curve.append(_number(np.mean(losses)))
             if curve[-1] is None:
+                curve += [None] * (len(_chunks(steps)) - len(curve))
                 break
         measures = {name: _number(value) for name, value in evaluate(carry[0]).items()}
         return {"last losses": curve[-1], **measures}, curve
@@ -216,8 +220,8 @@ def compiled_run(lab: Lab, contender: Contender, steps: int) -> Callable[[float,
     return run
 
 
-def _chunks(steps: int) -> Iterator[tuple[int, int]]:
-    return ((first, min(CHUNK, steps - first)) for first in range(0, steps, CHUNK))
+def _chunks(steps: int) -> list[tuple[int, int]]:
+    return [(first, min(CHUNK, steps - first)) for first in range(0, steps, CHUNK)]
 
 
 def _number(x: Any) -> float | None:

@@ -273,18 +273,21 @@ def deepseek_v4(
     rules: Rules | None = None,
     *,
     frozen: str | None = None,
+    weight_decay: float = 0.1,
     **settings: Any,
 ) -> optax.GradientTransformation:
     """V4's optimizer: `grouped` with `v4_groups`.
 
     Args:
         learning_rate: a number or a schedule.
-        params: the parameters or their shapes; see `v4_groups`, as the following two.
+        params: the parameters or their shapes; see `v4_groups`, as the following three.
         rules: for trees that do not declare roles.
         frozen: paths that stay as they are.
+        weight_decay: of all leaves.
         settings: see `grouped`.
     """
-    return grouped(learning_rate, v4_groups(params, rules, frozen=frozen), **settings)
+    groups = v4_groups(params, rules, frozen=frozen, weight_decay=weight_decay)
+    return grouped(learning_rate, groups, **settings)
 
 
 def deepseek_v41(
@@ -293,6 +296,7 @@ def deepseek_v41(
     rules: Rules | None = None,
     *,
     frozen: str | None = None,
+    weight_decay: float = 0.1,
     engram_factor: float = 5.0,
     vision_factor: float | optax.Schedule = 0.1,
     **settings: Any,
@@ -301,14 +305,22 @@ def deepseek_v41(
 
     Args:
         learning_rate: a number or a schedule.
-        params: the parameters or their shapes; see `v41_groups`, as the following four.
+        params: the parameters or their shapes; see `v41_groups`, as the following five.
         rules: for trees that do not declare roles.
         frozen: paths that stay as they are.
+        weight_decay: of matrices and norm weights.
         engram_factor: on the learning rate of Engram.
         vision_factor: on the learning rate of the vision tower.
         settings: see `grouped`.
     """
-    groups = v41_groups(params, rules, frozen=frozen, engram_factor=engram_factor, vision_factor=vision_factor)
+    groups = v41_groups(
+        params,
+        rules,
+        frozen=frozen,
+        weight_decay=weight_decay,
+        engram_factor=engram_factor,
+        vision_factor=vision_factor,
+    )
     return grouped(learning_rate, groups, **settings)
 
 

@@ -133,16 +133,20 @@ def _normalised(x: jax.Array) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array, precision: Precision, transpose_b: bool = False) -> jax.Array:
-    exact = precision == "float32"
-    if not exact:
-        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-    return jnp.einsum(
-        "...ij,...kj->...ik" if transpose_b else "...ij,...jk->...ik",
-        a,
-        b,
-        precision="highest" if exact else "default",
-        preferred_element_type=a.dtype if exact else jnp.float32,
-    )
+    """Products of a stack, summed in fp32 or better."""
+    equation = "...ij,...kj->...ik" if transpose_b else "...ij,...jk->...ik"
+    if precision == "float32":
+        return jnp.einsum(equation, a, b, precision="highest")
+
+    def rounded(a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = (jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7) for x in (a, b))
+        return jnp.einsum(equation, a, b, precision="highest")
+
+    def native(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(equation, a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+
+    # XLA:CPU cannot run some of the bf16 products that it accepts; the same numbers in fp32.
+    return jax.lax.platform_dependent(a, b, cpu=rounded, default=native)
 
 
 def _standard(x: jax.Array, steps: Sequence[tuple[float, float, float]], precision: Precision) -> jax.Array:
