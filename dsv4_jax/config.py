@@ -181,6 +181,12 @@ class Config(Section):
                 f"data.batch_size = {self.data.batch_size} must be a multiple of mesh.data x mesh.expert x "
                 f"train.accumulate = {parts}"
             )
+        experts, waves = model.n_routed_experts, model.expert_waves
+        if experts % mesh.expert == 0 and experts // mesh.expert % waves:
+            raise ConfigError(
+                f"model.expert_waves = {waves} must divide the {experts // mesh.expert} experts of a device: "
+                f"model.n_routed_experts = {experts} over mesh.expert = {mesh.expert}"
+            )
         if self.loss.mtp and not model.n_mtp_layers:
             raise ConfigError(f"loss.mtp = {self.loss.mtp} needs an MTP block; set it to 0 or model.n_mtp_layers to 1")
         if optim.warmup_steps + optim.decay_steps > steps:

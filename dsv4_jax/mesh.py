@@ -99,6 +99,12 @@ def abstract_mesh(data: int, expert: int, context: int) -> contextlib.AbstractCo
     return jax.sharding.use_abstract_mesh(mesh)
 
 
+def on_cpu() -> bool:
+    """Whether programs traced now are for CPUs: those of the mesh that is set, else JAX's default devices."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (device.platform if device else jax.default_backend()) == "cpu"
+
+
 def param_spec(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.P:
     """Where a parameter lives: `RULES` applied to its logical axes, each mesh axis once.
 

@@ -2,7 +2,6 @@
 """The training step compiled for TPUs that are not there: what XLA says it needs."""
 
 import collections
-import dataclasses
 import math
 import re
 
@@ -39,8 +38,6 @@ def collectives(program: str) -> list[tuple[str, int, tuple[int, ...]]]:
 def compile_for(cfg: Config, topology: str) -> list[str]:
     """Compiles the step of `cfg` for a TPU slice such as `v5p:2x2x1` and describes it, a line each.
 
-    Products are in bf16 and experts in ragged form, as on the real device, whatever device this is.
-
     Raises:
         ConfigError: if there is no TPU compiler or no such slice, or its devices are not the mesh's.
     """
@@ -59,11 +56,6 @@ def compile_for(cfg: Config, topology: str) -> list[str]:
             f"{topology} has {len(devices)} devices, but mesh.data x mesh.expert x mesh.context = "
             f"{' x '.join(map(str, shape))} = {math.prod(shape)}"
         )
-    cfg = dataclasses.replace(
-        cfg,
-        model=dataclasses.replace(cfg.model, compute_dtype="bfloat16", expert_matmul="ragged"),
-        optim=dataclasses.replace(cfg.optim, precision="bfloat16"),
-    )
     mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
         length = -(-cfg.data.seq_len // cfg.mesh.context) * cfg.mesh.context

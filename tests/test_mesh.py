@@ -54,7 +54,8 @@ def on_mesh(mesh, model=MODEL, change=lambda name, x: x, run=None):
                     value.shape[-1]
                 )
             else:
-                x = 0.3 * rng.normal(size=value.shape)
+                # Scales of hyper-connections around 1: near 0 their gradients are mostly rounding, on one device too.
+                x = 0.3 * rng.normal(size=value.shape) + name.endswith("_scale")
             x = change(name, x).astype(value.dtype)
             flat.append((path, v.replace(jax.device_put(x, NamedSharding(mesh, spec)))))
         params, buffers = nnx.split_state(nnx.from_flat_state(flat), nnx.Param, ...)
@@ -84,8 +85,9 @@ def same(got, want):
         np.testing.assert_allclose(value, found_1[name], rtol=1e-5, err_msg=name)
     np.testing.assert_array_equal(load, load_1)
     for name, g in grads.items():
+        near = 1e-4 if name.endswith("_scale") else 1e-5  # three sums over everything, whose terms nearly cancel
         scale = np.abs(grads_1[name]).max()
-        np.testing.assert_allclose(g, grads_1[name], atol=1e-5 * scale + 1e-9, err_msg=name)
+        np.testing.assert_allclose(g, grads_1[name], rtol=0, atol=near * scale + 1e-9, err_msg=name)
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in REST)])

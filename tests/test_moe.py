@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_jax.mesh import act_spec
-from dsv4_jax.model.moe import Routing, balance_loss, hash_table, loads, sqrt_softplus, swiglu
+from dsv4_jax.model.moe import Routing, balance_loss, hash_table, loads, sqrt_softplus
+from dsv4_jax.ops.experts import swiglu
 from dsv4_jax.ops.documents import documents
 
 B, S, E, k = 2, 9, 4, 2

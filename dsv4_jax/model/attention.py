@@ -138,9 +138,8 @@ class Attention(nnx.Module):
         core = functools.partial(_core, cfg, ratio)
         core = jax.shard_map(core, in_specs=(tokens, jax.P(), rows), out_specs=tokens)
         out: Attended = core(act, weights, at)
-        o = saved(out.o_BSHK)
-        u = saved(jnp.einsum("bsghk,ghkr->bsgr", o, whole(self.wo_a, dtype).reshape(G, H // G, K, -1)))
-        return saved(jnp.einsum("bsgr,grd->bsd", u, whole(self.wo_b, dtype).reshape(G, -1, cfg.dim))), out
+        u = linear(saved(out.o_BSHK), self.wo_a, dtype)
+        return linear(u.reshape(B, S, -1), self.wo_b, dtype), out
 
 
 def _core(cfg: ModelConfig, ratio: int, act: dict[str, Any], weights: dict[str, Any], at: Tables) -> Attended:
@@ -177,5 +176,5 @@ def _core(cfg: ModelConfig, ratio: int, act: dict[str, Any], weights: dict[str, 
         select=cfg.select,
     )
     o = rotate(out.o_BSHK, heads, inverse=True)
-    B, S, H, K = o.shape
-    return out._replace(o_BSHK=o.reshape(B, S, cfg.o_groups, H // cfg.o_groups, K))
+    B, S, _, _ = o.shape
+    return out._replace(o_BSHK=o.reshape(B, S, cfg.o_groups, -1))

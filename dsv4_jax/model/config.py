@@ -118,6 +118,14 @@ class ModelConfig(Section):
     norms, hyper-connections and attention weights are computed again. full: its input alone. none: all."""
     expert_matmul: Literal["auto", "blocked", "ragged"] = "auto"
     """Grouped matrix product of the experts. auto: blocked on CPU, ragged_dot on accelerators."""
+    expert_exchange: Literal["auto", "gather", "ragged"] = "auto"
+    """How tokens reach experts on other devices of mesh.expert. gather: every device takes all tokens;
+    ragged: each token is sent to its experts. auto: ragged on accelerators if the axis has more devices
+    than a token has experts, or there are waves; else gather."""
+    expert_waves: int = 1
+    """Parts that a device's experts are exchanged and computed in, so that the two can overlap (ragged)."""
+    expert_gradients: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the experts' gradients are added up over mesh.data; bfloat16 rounds at random."""
     attention_block: int = 128
     """Queries that attention handles at a time."""
     select: Literal["auto", "masked", "gathered"] = "auto"
@@ -127,7 +135,7 @@ class ModelConfig(Section):
         self.need_positive(
             """vocab_size dim n_layers n_heads head_dim rope_head_dim q_lora_rank o_groups o_lora_rank
             moe_inter_dim n_routed_experts n_activated_experts window_size index_n_heads index_head_dim
-            index_topk hc_mult hc_sinkhorn_iters original_seq_len attention_block rope_theta
+            index_topk hc_mult hc_sinkhorn_iters original_seq_len attention_block expert_waves rope_theta
             compress_rope_theta rope_factor norm_eps hc_eps init_std route_scale"""
         )
         need = self.need
@@ -139,6 +147,9 @@ class ModelConfig(Section):
             need(key, enough, f"must be at least rope_head_dim = {self.rope_head_dim}")
         fits = self.n_activated_experts <= self.n_routed_experts
         need("n_activated_experts", fits, f"must be at most n_routed_experts = {self.n_routed_experts}")
+        need("expert_waves", self.n_routed_experts % self.expert_waves == 0, "must divide n_routed_experts")
+        only = "must be 1 with expert_exchange = 'gather', which has no waves"
+        need("expert_waves", self.expert_exchange != "gather" or self.expert_waves == 1, only)
         need("n_hash_layers", 0 <= self.n_hash_layers <= self.n_layers, f"must be 0 to n_layers = {self.n_layers}")
         need("n_mtp_layers", self.n_mtp_layers in (0, 1), "must be 0 or 1")
         need("beta_fast", self.beta_fast > self.beta_slow > 0, f"must be above beta_slow = {self.beta_slow} > 0")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv4_jax.mesh import act_spec, ensure_mesh, row_spec
+from dsv4_jax.mesh import act_spec, ensure_mesh, on_cpu, row_spec
 from dsv4_jax.model import hyper
 from dsv4_jax.model.attention import tables
 from dsv4_jax.model.block import MTP, Block
@@ -175,7 +175,7 @@ class DeepSeek(nnx.Module):
         return range(first, first + (path[0] == "mtp"))
 
     def _embed(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        return whole(self.embed, dtype).at[ids].get(out_sharding=act_spec(3))
+        return whole(self.embed).at[ids].get(out_sharding=act_spec(3)).astype(dtype)
 
     def _checked(self, ids, segment_ids, forced):
         cfg = self.cfg
@@ -200,7 +200,7 @@ def _dtype(cfg: ModelConfig) -> jnp.dtype:
     """The compute type; `auto` is float32 on CPU and bfloat16 elsewhere."""
     name = cfg.compute_dtype
     if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        name = "float32" if on_cpu() else "bfloat16"
     return jnp.dtype(name)
 
 

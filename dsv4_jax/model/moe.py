@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from dsv4_jax.mesh import BATCH, act_spec, param_spec, varying
+from dsv4_jax.mesh import BATCH, act_spec, on_cpu
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.model.params import HashTable, Params, RouterBias, linear, saved, whole
+from dsv4_jax.model.params import HashTable, Params, RouterBias, linear, whole
 from dsv4_jax.ops.documents import Documents
-from dsv4_jax.ops.grouped_matmul import grouped_matmul
+from dsv4_jax.ops.experts import Experts, Kernels, routed_experts, swiglu
+from dsv4_jax.ops.shards import Shards
 
 
 class Routing(NamedTuple):
@@ -42,14 +43,6 @@ def sqrt_softplus(z: jax.Array) -> jax.Array:
     low = z < -20
     root = jnp.sqrt(jax.nn.softplus(jnp.where(low, 0.0, z)))
     return jnp.where(low, jnp.exp(jnp.where(low, z, -20.0) / 2), root)
-
-
-def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
-    """silu(min(gate, limit)) * clip(up, -limit, limit) in fp32; limit 0 means none (section 4.2.3)."""
-    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-    if limit:
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return jax.nn.silu(gate) * up
 
 
 def hash_table(vocab: int, n_experts: int, k: int, seed: int) -> np.ndarray:
@@ -87,7 +80,7 @@ class Gate(nnx.Module):
         x, w = x_BSD.astype(jnp.float32), whole(self.weight)
         scores = sqrt_softplus(jnp.einsum("bsd,de->bse", x, w, precision="highest"))
         if self.hashed:
-            experts = whole(self.tid2eid, jnp.int32).at[ids_BS].get(out_sharding=act_spec(3))
+            experts = jax.reshard(self.tid2eid[...], jax.P()).at[ids_BS].get(out_sharding=act_spec(3))
         elif forced_BSk is not None:
             experts = forced_BSk.astype(jnp.int32)
         else:
@@ -98,7 +91,7 @@ class Gate(nnx.Module):
         return Routing(scores, experts, weights)
 
 
-class Experts(nnx.Module):
+class RoutedExperts(nnx.Module):
     """The routed experts, stacked: w1 (gate) and w3 (up) [E, D, F], w2 (down) [E, F, D]."""
 
     def __init__(self, cfg: ModelConfig, make: Params):
@@ -120,7 +113,7 @@ class MoE(nnx.Module):
     def __init__(self, cfg: ModelConfig, make: Params, layers: range | None, hashed: bool):
         self.cfg = cfg
         self.gate = Gate(cfg, make, layers, hashed)
-        self.experts = Experts(cfg, make)
+        self.experts = RoutedExperts(cfg, make)
         self.shared_experts = SharedExpert(cfg, make)
 
     def __call__(
@@ -132,76 +125,27 @@ class MoE(nnx.Module):
         dtype: jnp.dtype,
     ) -> tuple[jax.Array, Routing]:
         """Output [B, S, D] and the routing. Padding (not `real_BS`) goes to no routed expert."""
-        cfg, routed = self.cfg, self.experts
+        cfg, tokens = self.cfg, jax.P(BATCH, "context")
         routing = self.gate(x_BSD, ids_BS, forced_BSk)
-        # Each device of the `expert` axis keeps its experts; if it does not divide them, all have all.
-        owner = jax.P(param_spec(("experts",), (cfg.n_routed_experts,))[0], None, None)
-        kernels = tuple(jax.reshard(w[...].astype(dtype), owner) for w in (routed.w1, routed.w3, routed.w2))
-        tokens = jax.P(BATCH, "context")
-        run = functools.partial(_routed_experts, cfg)
-        run = jax.shard_map(run, in_specs=(tokens, tokens, tokens, tokens, owner), out_specs=tokens)
+        kernels = Kernels(*(w[...] for w in (self.experts.w1, self.experts.w3, self.experts.w2)))
+        specs = jax.tree.map(lambda w: jax.typeof(w).sharding.spec, kernels)
+        run = functools.partial(routed_experts, _how(cfg, specs))
+        run = jax.shard_map(run, in_specs=(tokens, tokens, tokens, tokens, specs), out_specs=tokens)
         y = run(x_BSD.astype(dtype), routing.experts_BSk, routing.weights_BSk, real_BS, kernels)
         shared = self.shared_experts
         hidden = swiglu(linear(x_BSD, shared.w1, dtype), linear(x_BSD, shared.w3, dtype), cfg.swiglu_limit)
         return y + linear(hidden, shared.w2, dtype), routing
 
 
-@jax.custom_vjp
-def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """x[order] for a permutation; the gradient is a gather too, by the inverse."""
-    return x[order]
-
-
-permute.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, dy: (dy[inverse], None, None))
-
-
-def _routed_experts(
-    cfg: ModelConfig,
-    x_BSD: jax.Array,
-    experts_BSk: jax.Array,
-    weights_BSk: jax.Array,
-    real_BS: jax.Array,
-    kernels: tuple[jax.Array, jax.Array, jax.Array],
-) -> jax.Array:
-    """Sum over each token's experts, which the devices of the `expert` axis may share.
-
-    Every device works for the tokens of all, with the experts that it owns, and the sums go back to the
-    tokens' own devices: no token is dropped, whatever the skew.
-    """
-    shared = kernels[0].shape[0] < cfg.n_routed_experts
-    if not shared:
-        return _own_experts(cfg, x_BSD, experts_BSk, weights_BSk, real_BS, kernels).astype(x_BSD.dtype)
-    everyones = [jax.lax.all_gather(a, "expert", tiled=True) for a in (x_BSD, experts_BSk, weights_BSk, real_BS)]
-    y = jax.lax.psum_scatter(_own_experts(cfg, *everyones, kernels), "expert", tiled=True)
-    return y.astype(x_BSD.dtype)
-
-
-def _own_experts(
-    cfg: ModelConfig,
-    x_BSD: jax.Array,
-    experts_BSk: jax.Array,
-    weights_BSk: jax.Array,
-    real_BS: jax.Array,
-    kernels: tuple[jax.Array, jax.Array, jax.Array],
-) -> jax.Array:
-    """Sum over each token's experts among this device's own, fp32: sort by expert, three products, unsort."""
-    B, S, D = x_BSD.shape
-    k, E = cfg.n_activated_experts, kernels[0].shape[0]
-    w1, w3, w2 = kernels
-    first = jax.lax.axis_index("expert") * E if E < cfg.n_routed_experts else 0
-    own_BSk = (experts_BSk >= first) & (experts_BSk < first + E) & real_BS[..., None]
-    expert_N = jnp.where(own_BSk, experts_BSk - first, E).reshape(-1)  # others and padding sort past the last
-    order = jnp.argsort(expert_N, stable=True)
-    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
-    sizes = varying(jnp.zeros(E, jnp.int32), expert_N).at[expert_N].add(1, mode="drop")
-
-    x_ND = permute(jnp.repeat(x_BSD.reshape(B * S, D), k, axis=0), order, inverse)
-    gate = saved(grouped_matmul(x_ND, w1, sizes, cfg.expert_matmul))
-    up = saved(grouped_matmul(x_ND, w3, sizes, cfg.expert_matmul))
-    weight_N = permute(weights_BSk.reshape(-1), order, inverse)
-    hidden = (weight_N[:, None] * swiglu(gate, up, cfg.swiglu_limit)).astype(x_BSD.dtype)
-    y_ND = permute(saved(grouped_matmul(hidden, w2, sizes, cfg.expert_matmul)), inverse, order)
-    return y_ND.reshape(B, S, k, D).sum(2, dtype=jnp.float32)
+def _how(cfg: ModelConfig, specs: Kernels) -> Experts:
+    """How the experts of kernels that lie like `specs` compute."""
+    exchange, devices = cfg.expert_exchange, jax.sharding.get_abstract_mesh().shape["expert"]
+    if exchange == "auto":  # a gather moves a row for each neighbour, an exchange one for each expert of a token
+        many = devices > cfg.n_activated_experts and not on_cpu()
+        exchange = "ragged" if many or cfg.expert_waves > 1 else "gather"
+    shards = (Shards(s.index("data") if "data" in s else None, cfg.expert_gradients) for s in specs)
+    limit, impl = cfg.swiglu_limit, cfg.expert_matmul
+    return Experts(cfg.n_routed_experts, limit, exchange, cfg.expert_waves, impl, Kernels(*shards))
 
 
 def loads(routing: Routing, real_BS: jax.Array, n_experts: int) -> jax.Array:

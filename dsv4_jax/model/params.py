@@ -14,6 +14,8 @@ moves the tensor (its `optim.Role`).
 """
 
 import dataclasses
+import functools
+import re
 from typing import Any
 
 import jax
@@ -86,17 +88,49 @@ class Params:
         return kind(jax.reshard(value, param_spec(names, value.shape)), axes=names, **declared)
 
 
-def whole(w: nnx.Param, dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """A parameter gathered from the devices that share it, for use in `dtype`.
+def whole(w: nnx.Param) -> jax.Array:
+    """A parameter gathered from the devices that share it, in fp32.
 
     Parameters are stored split (ZeRO-3 style); the gradient of this gather is a reduce-scatter.
     """
-    return jax.reshard(w[...].astype(dtype), jax.P())
+    return jax.reshard(w[...], jax.P())
 
 
 def linear(x: jax.Array, w: nnx.Param, dtype: jnp.dtype) -> jax.Array:
-    """x [..., in] times w [in, out] with operands in `dtype`."""
-    return saved(jnp.einsum("...i,io->...o", x.astype(dtype), whole(w, dtype)))
+    """x [..., in] times w [in, out] with operands in `dtype`; for w [G, in, out], x [..., G, in] group by group."""
+    groups, rows = "g" * (w.ndim - 2), "abc"[: x.ndim - w.ndim + 1]
+    return saved(_product(f"{rows}{groups}i,{groups}io->{rows}{groups}o", dtype, x, w[...]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(equation: str, dtype: jnp.dtype, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Product with a parameter that is stored split and gathered in `dtype`.
+
+    Its gradient is added up in fp32, over tokens and devices, whatever the `dtype` of the operands.
+    """
+    return jnp.einsum(equation, x.astype(dtype), jax.reshard(w.astype(dtype), jax.P()))
+
+
+def _forward(equation, dtype, x, w):
+    return _product(equation, dtype, x, w), (x, w)
+
+
+def _backward(equation, dtype, residuals, dy):
+    (x, w), (left, right, out) = residuals, re.split(",|->", equation)
+    dx = jnp.einsum(
+        f"{out},{right}->{left}", dy, jax.reshard(w.astype(dtype), jax.P()), preferred_element_type=x.dtype
+    )
+    dw = jnp.einsum(
+        f"{left},{out}->{right}",
+        x.astype(dtype),
+        dy,
+        preferred_element_type=jnp.float32,
+        out_sharding=jax.typeof(w).sharding.spec,
+    )
+    return dx, dw.astype(w.dtype)
+
+
+_product.defvjp(_forward, _backward)
 
 
 def saved(product: jax.Array) -> jax.Array:

@@ -11,7 +11,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.mesh import varying
+from dsv4_jax.mesh import on_cpu, varying
+from dsv4_jax.ops.shards import Shards
 
 Impl = Literal["auto", "blocked", "ragged"]
 BLOCK = 128  # rows of one product of the blocked form
@@ -22,44 +23,51 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
-def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl = "auto") -> jax.Array:
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl = "auto", shards: Shards = Shards(None)
+) -> jax.Array:
     """Rows of group g of `x` times `w[g]`; local to one device: under Explicit axes call it in `shard_map`.
 
     Args:
         x: [N, D], the rows of group 0 first, then those of group 1, ...
-        w: [G, D, F].
+        w: [G, D, F], or the part of it that this device stores; x's type is used, its own may be finer.
         sizes: int [G], rows of each group; their sum is at most N.
         impl: which form; auto takes the fast one of the default backend.
+        shards: how `w` is stored.
 
     Returns:
         [N, F] in x's type, accumulated in fp32; rows past the last group are zero, and send and get
-        no gradient. An empty group's matrix gets a zero gradient.
+        no gradient. An empty group's matrix gets a zero gradient. The gradient of `w` is added up in
+        fp32, over rows and devices.
     """
     if impl == "auto":
-        impl = "blocked" if jax.default_backend() == "cpu" else "ragged"
-    return _grouped(x, varying(w, x), sizes, impl)
+        impl = "blocked" if on_cpu() else "ragged"
+    return _grouped(x, w, sizes, impl, shards)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl) -> jax.Array:
+def _product(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl) -> jax.Array:
     if impl == "blocked":
         return _blocked_rows(x, w, sizes)
-    y = jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
+    return jax.lax.ragged_dot(x, varying(w, x), sizes, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def _forward(x, w, sizes, impl):
-    return _grouped(x, w, sizes, impl), (x, w, sizes)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _grouped(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl, shards: Shards) -> jax.Array:
+    return _product(x, shards.whole(w, x.dtype), sizes, impl)
 
 
-def _backward(impl, saved, dy):
+def _forward(x, w, sizes, impl, shards):
+    return _grouped(x, w, sizes, impl, shards), (x, w, sizes)
+
+
+def _backward(impl, shards, saved, dy):
     x, w, sizes = saved
-    dx = _grouped(dy, jnp.swapaxes(w, 1, 2), sizes, impl)
+    dx = _product(dy, jnp.swapaxes(shards.whole(w, x.dtype), 1, 2), sizes, impl)
     if impl == "blocked":
         dw = _blocked_outer(x, dy, sizes)
     else:
         dw = jax.lax.ragged_dot_general(x, dy, sizes, _OUTER, preferred_element_type=jnp.float32)
-    return dx, dw.astype(w.dtype), None
+    return dx, shards.total(dw, w).astype(w.dtype), None
 
 
 _grouped.defvjp(_forward, _backward)

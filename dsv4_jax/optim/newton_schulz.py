@@ -13,6 +13,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from dsv4_jax.mesh import on_cpu
+
 Coefficients = str | Sequence[tuple[float, float, float]]
 Precision = Literal["float32", "bfloat16", "bfloat16_storage"]
 
@@ -58,7 +60,7 @@ def coefficient_steps(coefficients: Coefficients) -> tuple[tuple[float, float, f
 
 def default_precision() -> Precision:
     """fp32 on CPU, bf16 operands on accelerators."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return "float32" if on_cpu() else "bfloat16"
 
 
 def newton_schulz(

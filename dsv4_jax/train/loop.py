@@ -21,7 +21,7 @@ from rich.console import Console
 from dsv4_jax.config import Config
 from dsv4_jax.data.pipeline import Batch, batches
 from dsv4_jax.data.text import VOCAB_SIZE, Document, read_documents, split
-from dsv4_jax.mesh import act_spec, start_devices, use_mesh
+from dsv4_jax.mesh import act_spec, on_cpu, start_devices, use_mesh
 from dsv4_jax.sample import sample
 from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer, describe_placement
 from dsv4_jax.train.checkpoint import Checkpoints
@@ -36,7 +36,10 @@ PROMPT = b'"""'  # what the sample at the end starts with
 # model's step compiles in 43 s instead of 58 s and runs as fast (docs/results.md).
 _RUNS_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _CPU_STEP = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}
-_RUNTIME = {"attention", "attention_block", "compute_dtype", "expert_matmul", "remat", "select", "yarn"}  # may change
+_RUNTIME = {  # may change in a run
+    *("attention", "attention_block", "compute_dtype", "remat", "select", "yarn"),
+    *("expert_matmul", "expert_exchange", "expert_waves", "expert_gradients"),
+}
 
 
 def run(cfg: Config, console: Console | None = None) -> None:
@@ -84,7 +87,7 @@ def _loop(
     """Steps until `cfg.train.steps`; returns the last state and its held-out loss."""
     clock = time.monotonic()
     example = _put(evaluation[0])
-    options = _CPU_STEP if jax.default_backend() == "cpu" else None
+    options = _CPU_STEP if on_cpu() else None
     train_step = jax.jit(make_train_step(cfg), donate_argnums=0, compiler_options=options)
     train_step = train_step.lower(state, example).compile()
     eval_step = jax.jit(make_eval_step(cfg), compiler_options=options).lower(state, example).compile()

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routed experts on the devices of the `expert` axis: no token is dropped, whatever the skew.
+
+Inside `shard_map`. Letters: B rows, S positions, D width, F expert width, E this device's experts, k experts
+of a token, N rows of a list of (token, expert) pairs, R rows that a device may receive, P devices of the
+axis, W waves.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from dsv4_jax.mesh import varying
+from dsv4_jax.ops.grouped_matmul import Impl, grouped_matmul
+from dsv4_jax.ops.shards import Shards
+
+AXIS = "expert"
+
+
+class Kernels(NamedTuple):
+    """The experts' matrices, as this device stores them: w1 (gate) and w3 (up) [E, D, F], w2 (down) [E, F, D]."""
+
+    w1: jax.Array
+    w3: jax.Array
+    w2: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """How experts compute.
+
+    Attributes:
+        count: experts of the layer, over all devices.
+        limit: clamp of the SwiGLU, 0 for none.
+        exchange: `gather` or `ragged`.
+        waves: parts that a device's experts are exchanged and computed in, for `ragged`.
+        impl: form of the grouped matrix product.
+        shards: how each kernel is stored over `data`.
+    """
+
+    count: int
+    limit: float
+    exchange: str
+    waves: int
+    impl: Impl
+    shards: Kernels
+
+
+def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """silu(min(gate, limit)) * clip(up, -limit, limit) in fp32; limit 0 means none (section 4.2.3)."""
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    if limit:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jax.nn.silu(gate) * up
+
+
+@jax.custom_vjp
+def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """x[order] for a permutation; the gradient is a gather too, by the inverse."""
+    return x[order]
+
+
+permute.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, dy: (dy[inverse], None, None))
+
+
+def sort(key_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The stable order of the keys and its inverse."""
+    order = jnp.argsort(key_N, stable=True)
+    return order, jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
+
+
+def routed_experts(
+    how: Experts,
+    x_BSD: jax.Array,
+    experts_BSk: jax.Array,
+    weights_BSk: jax.Array,
+    real_BS: jax.Array,
+    kernels: Kernels,
+) -> jax.Array:
+    """Weighted sum over each token's experts, [B, S, D] in x's type; padding (not `real_BS`) goes to none."""
+    tokens = (x_BSD, weights_BSk, jnp.where(real_BS[..., None], experts_BSk, how.count))
+    if kernels.w1.shape[0] == how.count:
+        y = _own_experts(how, *tokens, kernels)
+    elif how.exchange == "gather":
+        # Every device works for the tokens of all; the sums go back to the tokens' own devices.
+        everyones = (jax.lax.all_gather(a, AXIS, tiled=True) for a in tokens)
+        y = jax.lax.psum_scatter(_own_experts(how, *everyones, kernels), AXIS, tiled=True)
+    else:
+        y = _exchanged(how, *tokens, kernels)
+    return y.astype(x_BSD.dtype)
+
+
+def _pairs(x_BSD: jax.Array, weights_BSk: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A row for every (token, expert): inputs [N, D] and weights [N]."""
+    return jnp.repeat(x_BSD.reshape(-1, x_BSD.shape[-1]), weights_BSk.shape[-1], axis=0), weights_BSk.reshape(-1)
+
+
+def _own_experts(
+    how: Experts, x_BSD: jax.Array, weights_BSk: jax.Array, experts_BSk: jax.Array, kernels: Kernels
+) -> jax.Array:
+    """Sum over each token's experts among this device's own, fp32."""
+    E = kernels.w1.shape[0]
+    first = jax.lax.axis_index(AXIS) * E if how.count > E else 0
+    expert_N = experts_BSk.reshape(-1) - first
+    expert_N = jnp.where((expert_N >= 0) & (expert_N < E), expert_N, E)
+    y_ND = _apply(how, *_pairs(x_BSD, weights_BSk), expert_N, kernels, expert_N.size * E // how.count)
+    return y_ND.reshape(*experts_BSk.shape, -1).sum(2, dtype=jnp.float32)
+
+
+def _apply(
+    how: Experts, x_ND: jax.Array, weight_N: jax.Array, expert_N: jax.Array, kernels: Kernels, even: int
+) -> jax.Array:
+    """Every row through its expert, times its weight; 0 for rows of no expert (E).
+
+    Sort by expert, three products, unsort. Of the rows that have an expert, the products of the first
+    2 * `even` can be kept for the backward pass: twice as many as come if all devices get equally many.
+    The room for more, up to all rows in the world, is computed again, which costs nothing where it is empty.
+    """
+    N, E = x_ND.shape[0], kernels.w1.shape[0]
+    order, inverse = sort(expert_N)
+    ends = jnp.cumsum(varying(jnp.zeros(E, jnp.int32), expert_N).at[expert_N].add(1, mode="drop"))
+    x_ND, weight_N = permute(x_ND, order, inverse), permute(weight_N, order, inverse)
+    kept = min(2 * even, N)
+    done = []
+    for first, last, keep in ((0, kept, True), (kept, N, False)):
+        if first < last or not done:
+            inside = jnp.clip(ends, first, last)
+            sizes = jnp.diff(inside, prepend=first)
+            done.append(_products(how, x_ND[first:last], weight_N[first:last], sizes, kernels, keep))
+    return permute(jnp.concatenate(done), inverse, order)
+
+
+def _products(
+    how: Experts, x_ND: jax.Array, weight_N: jax.Array, sizes: jax.Array, kernels: Kernels, keep: bool
+) -> jax.Array:
+    """w2 (weight * swiglu(w1 x, w3 x)) for rows sorted by expert."""
+
+    def product(x: jax.Array, w: jax.Array, shards: Shards) -> jax.Array:
+        y = grouped_matmul(x, w, sizes, how.impl, shards)
+        return checkpoint_name(y, "product") if keep else y
+
+    gate, up = product(x_ND, kernels.w1, how.shards.w1), product(x_ND, kernels.w3, how.shards.w3)
+    hidden = (weight_N[:, None] * swiglu(gate, up, how.limit)).astype(x_ND.dtype)
+    return product(hidden, kernels.w2, how.shards.w2)
+
+
+class Route(NamedTuple):
+    """Rows that every device sends to every other, int [from, to] each.
+
+    Attributes:
+        count: how many.
+        source: their first row where they come from.
+        target: their first row where they go.
+    """
+
+    count: jax.Array
+    source: jax.Array
+    target: jax.Array
+
+    def back(self) -> "Route":
+        """The same rows, returning."""
+        return Route(self.count.T, self.target.T, self.source.T)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def exchange(x_ND: jax.Array, rows: int, route: Route) -> jax.Array:
+    """What the route brings to this device, [rows, ...]; zero where nothing comes.
+
+    The gradient travels the same way back. XLA:CPU has no ragged all-to-all and gathers everyone's rows.
+    """
+    return jax.lax.platform_dependent(x_ND, route, cpu=functools.partial(_gathered, rows), default=functools.partial(_ragged, rows))
+
+
+def _ragged(rows: int, x_ND: jax.Array, route: Route) -> jax.Array:
+    me = jax.lax.axis_index(AXIS)
+    count, source, target = route
+    room = varying(jnp.zeros((rows, *x_ND.shape[1:]), x_ND.dtype), x_ND)
+    return jax.lax.ragged_all_to_all(
+        x_ND, room, source[me], count[me], target[me], count[:, me], axis_name=AXIS
+    )
+
+
+def _gathered(rows: int, x_ND: jax.Array, route: Route) -> jax.Array:
+    me = jax.lax.axis_index(AXIS)
+    count_P, source_P, target_P = (a[:, me] for a in route)
+    everyones = jax.lax.all_gather(x_ND, AXIS)
+    place_RP = jnp.arange(rows)[:, None] - target_P
+    here_RP = (place_RP >= 0) & (place_RP < count_P)
+    device = here_RP.argmax(1)
+    row = jnp.take_along_axis(place_RP, device[:, None], 1)[:, 0] + source_P[device]
+    found = here_RP.any(1).reshape(-1, *(1,) * (x_ND.ndim - 1))
+    return jnp.where(found, everyones.at[device, row].get(mode="clip"), 0)
+
+
+def _exchange_forward(x_ND, rows, route):
+    return exchange(x_ND, rows, route), (x_ND.shape[0], route)
+
+
+def _exchange_backward(rows, residuals, dy):
+    return exchange(dy, residuals[0], residuals[1].back()), None
+
+
+exchange.defvjp(_exchange_forward, _exchange_backward)
+
+
+def _exchanged(
+    how: Experts, x_BSD: jax.Array, weights_BSk: jax.Array, experts_BSk: jax.Array, kernels: Kernels
+) -> jax.Array:
+    """Sum over each token's experts, fp32: rows travel to the devices of their experts and back.
+
+    In `waves`: every device's experts are cut into so many parts, and the exchange of one part can run while
+    another is computed (section 3.1).
+    """
+    (B, S, k), D = experts_BSk.shape, x_BSD.shape[-1]
+    E, W, P = kernels.w1.shape[0], how.waves, jax.lax.axis_size(AXIS)
+    part, me = E // W, jax.lax.axis_index(AXIS)
+    # Rows in the order of wave, device and expert; those of no expert come last.
+    device_N, own_N = jnp.divmod(experts_BSk.reshape(-1), E)
+    slot_N = jnp.where(device_N < P, (own_N // part * P + device_N) * part + own_N % part, how.count)
+    order, inverse = sort(slot_N)
+    x_ND, weight_N = (permute(a, order, inverse) for a in _pairs(x_BSD, weights_BSk))
+    sizes = varying(jnp.zeros(how.count, jnp.int32), slot_N).at[slot_N].add(1, mode="drop")
+    sizes_PWPE = jax.lax.all_gather(sizes, AXIS).reshape(P, W, P, part)  # [from, wave, to, expert]
+    count_PWP = sizes_PWPE.sum(-1)
+    before = lambda a, axis: jnp.cumsum(a, axis) - a
+    source_PWP = before(count_PWP.reshape(P, -1), 1).reshape(count_PWP.shape)
+    room = P * B * S * min(k, part)
+    y_ND = jnp.zeros_like(x_ND)
+    for wave in range(W):
+        count_PP = count_PWP[:, wave]
+        route = Route(count_PP, source_PWP[:, wave], before(count_PP, 0))
+        x_RD, weight_R = exchange(x_ND, room, route), exchange(weight_N, room, route)
+        ends = jnp.cumsum(sizes_PWPE[:, wave, me].reshape(-1))  # by sender and expert, as rows arrive
+        arrived = jnp.searchsorted(ends, jnp.arange(room), side="right")
+        expert_R = jnp.where(arrived < P * part, arrived % part, part)
+        own = Kernels(*(w[wave * part : (wave + 1) * part] for w in kernels))
+        y_RD = _apply(how, x_RD, weight_R, expert_R, own, -(-B * S * k // W))
+        y_ND += exchange(y_RD, x_ND.shape[0], route.back())
+    return permute(y_ND, inverse, order).reshape(B, S, k, D).sum(2, dtype=jnp.float32)
