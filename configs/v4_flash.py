@@ -38,6 +38,7 @@ def config() -> Config:
             index_topk=512,
             attention="dense",
             yarn=False,
+            compute_dtype="bfloat16",
         ),
         data=DataConfig(seq_len=4096, batch_size=18432),
         optim=OptimConfig(
@@ -47,5 +48,5 @@ def config() -> Config:
             decay_steps=steps - recipe.clock.steps(recipe.decay[0]),
         ),
         mesh=MeshConfig(data=32, expert=16),
-        train=TrainConfig(steps=steps, run_dir="runs/v4_flash", eval_every=1000, accumulate=9),
+        train=TrainConfig(steps=steps, run_dir="runs/v4_flash", eval_every=1000, accumulate=36),
     )

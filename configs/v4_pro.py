@@ -38,6 +38,7 @@ def config() -> Config:
             index_topk=1024,
             attention="dense",
             yarn=False,
+            compute_dtype="bfloat16",
         ),
         data=DataConfig(seq_len=4096, batch_size=23040),
         optim=OptimConfig(

@@ -73,7 +73,7 @@ def _plan(args: argparse.Namespace) -> None:
         matrices, attention = summary.operations_per_token(config.model, config.data.seq_len)
         work = f"operations  {matrices:.3g} a token in matrices, {attention:.3g} in attention, forward and backward"
         print(*summary.describe_model(config.model), work, objective, optimizer, "", parameters, sep="\n")
-        print("", *summary.describe_placement(config), sep="\n")
+        print("", *summary.describe_placement(config), summary.describe_activations(config), sep="\n")
     if args.topology:
         from dsv4_jax.topology import compile_for
 

@@ -5,6 +5,7 @@ import collections
 import math
 
 import jax
+import jax.extend as jex
 from flax import nnx
 
 from dsv4_jax import optim
@@ -13,7 +14,8 @@ from dsv4_jax.mesh import RULES
 from dsv4_jax.model.config import CSA_RATIO, LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.optim.groups import block_count, group_leaves
-from dsv4_jax.train.state import abstract_model, abstract_state, parameter_groups
+from dsv4_jax.train.state import abstract_batch, abstract_model, abstract_state, parameter_groups
+from dsv4_jax.train.step import denominators, make_objective
 
 
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int]:
@@ -109,8 +111,26 @@ def describe_placement(cfg: Config) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"not split: {' '.join(dict.fromkeys(names))} ({why})" for why, names in whole.items()]
-    held = {name: _bytes(tree) for name, tree in (("parameters", state.params), ("optimizer", state.opt_state))}
-    return [*lines, "bytes per device: " + ", ".join(f"{name} {size:,}" for name, size in held.items())]
+    held = (("parameters", state.params), ("gradients", state.params), ("optimizer", state.opt_state))
+    return [*lines, "bytes per device: " + ", ".join(f"{name} {_bytes(tree):,}" for name, tree in held)]
+
+
+def describe_activations(cfg: Config) -> str:
+    """Bytes on each device of what is kept for the backward pass of one part of the batch, by tracing.
+
+    What a layer needs while it runs comes on top; a compiled step (`topology`) tells that too.
+    """
+    state, batch = abstract_state(cfg), abstract_batch(cfg, cfg.data.batch_size // cfg.train.accumulate)
+    objective = make_objective(cfg)
+
+    def residuals(params: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array]):
+        return jax.vjp(lambda p: objective(p, buffers, batch, denominators(batch)), params, has_aux=True)[1]
+
+    program = jax.make_jaxpr(residuals)(state.params, state.buffers, batch).jaxpr
+    kept = {v: v.aval for v in program.outvars if not isinstance(v, jex.core.Literal)}
+    size = _bytes([x for v, x in kept.items() if v not in program.invars])
+    rows, remat = batch["ids"].shape[0], cfg.model.remat
+    return f"activations {size:,} bytes a device kept for the backward pass, for {rows} rows (model.remat = {remat})"
 
 
 def _bytes(tree: object) -> int:

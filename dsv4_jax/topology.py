@@ -7,11 +7,11 @@ import re
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 from dsv4_jax.config import Config
-from dsv4_jax.mesh import AXES, act_spec
-from dsv4_jax.train.state import abstract_state
+from dsv4_jax.mesh import AXES
+from dsv4_jax.train.state import abstract_batch, abstract_state
 from dsv4_jax.train.step import make_train_step
 from dsv4_jax.validate import ConfigError
 
@@ -58,9 +58,7 @@ def compile_for(cfg: Config, topology: str) -> list[str]:
         )
     mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
-        length = -(-cfg.data.seq_len // cfg.mesh.context) * cfg.mesh.context
-        row = jax.ShapeDtypeStruct((cfg.data.batch_size, length), np.int32, sharding=NamedSharding(mesh, act_spec(2)))
-        batch = dict.fromkeys(("ids", "segment_ids", "targets", "mtp_targets"), row)
+        batch = abstract_batch(cfg, cfg.data.batch_size)
         step = jax.jit(make_train_step(cfg), donate_argnums=0)
         program = step.trace(abstract_state(cfg), batch).lower(lowering_platforms=("tpu",)).compile()
     memory, text = program.memory_analysis(), program.as_text()

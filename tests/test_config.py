@@ -60,6 +60,12 @@ def test_every_key_can_be_named_on_the_command_line():
         ("--model.compress-ratios 0 4 32 4 -1 0", ["model.compress_ratios", "negative"]),
         ("--model.rope-head-dim 15", ["model.rope_head_dim = 15", "even"]),
         ("--model.n-activated-experts 21", ["model.n_activated_experts = 21", "n_routed_experts = 20"]),
+        ("--model.expert-waves 3", ["model.expert_waves = 3", "n_routed_experts"]),
+        ("--model.expert-waves 2 --model.expert-exchange gather", ["model.expert_waves = 2", "gather"]),
+        (
+            "--model.expert-waves 10 --mesh.expert 4 --data.batch-size 4",
+            ["model.expert_waves = 10", "5 experts of a device", "mesh.expert = 4"],
+        ),
         ("--model.dim 0", ["model.dim = 0", "above 0"]),
         ("--data.held-out 1.5", ["data.held_out = 1.5"]),
         ("--optim.b1 1", ["optim.b1 = 1"]),

@@ -27,7 +27,7 @@ def runner(shape, exchange, waves, reduction="float32", remat=False, dtype=jnp.f
     `whole`: every device has all experts, as where the axis does not divide them.
     """
     mesh = make_mesh(*shape)
-    shards = Kernels(Shards(1, reduction), Shards(1, reduction), Shards(2, reduction))
+    shards = (Shards(1, reduction), Shards(1, reduction), Shards(2, reduction))
     specs = Kernels(*(jax.P(None, *spec[1:]) for spec in SPECS)) if whole else SPECS
     how = Experts(E, 10.0, exchange, waves, "blocked", shards)
 

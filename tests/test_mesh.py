@@ -2,6 +2,7 @@
 """The model on every mesh: losses and every gradient are those of one device."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -11,8 +12,11 @@ from golden_models import small_config
 from jax.sharding import NamedSharding
 
 import dsv4_jax as ds
+from dsv4_jax.config import Config, DataConfig, MeshConfig, OptimConfig, TrainConfig
 from dsv4_jax.mesh import BATCH, make_mesh
-from dsv4_jax.train.step import losses
+from dsv4_jax.topology import collectives
+from dsv4_jax.train.state import abstract_batch, abstract_state, init_state
+from dsv4_jax.train.step import losses, make_train_step
 
 B, S = 8, 40
 # Chunks of 5 positions on 8 devices are shorter than the window, than both ratios and than an overlap.
@@ -90,9 +94,87 @@ def same(got, want):
         np.testing.assert_allclose(g, grads_1[name], rtol=0, atol=near * scale + 1e-9, err_msg=name)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in REST)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 2, 2), *REST])
 def test_losses_and_gradients_on_any_mesh(shape, one):
     same(on_mesh(make_mesh(*shape)), one)
+
+
+def steps(shape, optim="deepseek_v41"):
+    """Three steps of training on a mesh, twice: [(states, metrics)] of all of them, and the compiled text."""
+    lengths = dict(zip(("data", "expert", "context"), shape, strict=True))
+    cfg = Config(
+        model=dataclasses.replace(MODEL, init_std=0.3, hc_init_scale=1.0),
+        data=DataConfig(seq_len=4 * S, batch_size=B),
+        # Large enough an eps that AdamW does not turn the rounding of a vanishing gradient into a whole step.
+        optim=OptimConfig(name=optim, eps=1e-4, warmup_steps=0, decay_steps=0, weight_decay=0.1),
+        mesh=MeshConfig(**lengths),
+        train=TrainConfig(steps=3, run_dir=""),
+    )
+    mesh = make_mesh(*shape)
+    with jax.set_mesh(mesh):
+        init = jax.jit(lambda: init_state(cfg)).lower().compile()
+        step = jax.jit(make_train_step(cfg)).lower(abstract_state(cfg), abstract_batch(cfg, B)).compile()
+        runs = []
+        for _ in range(2):
+            state, rng = init(), np.random.default_rng(1)
+            states, found = [jax.device_get(state)], []
+            for number in range(3):
+                parts = [packed_batch(rng) for _ in range(4)]  # the same segment number may come again in a row
+                batch = {name: np.concatenate([part[name] for part in parts], axis=1) for name in parts[0]}
+                if number == 2:  # all targets on one device
+                    alone = (np.arange(B)[:, None] == 7) & (np.arange(4 * S) < 20)
+                    batch |= {name: np.where(alone, batch[name], -1) for name in ("targets", "mtp_targets")}
+                state, metrics = step(state, jax.device_put(batch, NamedSharding(mesh, jax.P(BATCH, "context"))))
+                states.append(jax.device_get(state))
+                found.append(jax.device_get(metrics))
+            runs.append((states, found))
+    return runs, step.as_text()
+
+
+@pytest.fixture(scope="module")
+def one_run():
+    return steps((1, 1, 1))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in REST)])
+def test_three_steps_on_any_mesh(shape, one_run, capfd):
+    """Muon, head-wise Muon, Sinkhorn and AdamW; two runs have the same bits; nothing is gathered that need not be."""
+    jax.config.update("jax_enable_compilation_cache", False)  # XLA says what it thinks of a program only once
+    try:
+        (run, again), text = steps(shape)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    jax.tree.map(np.testing.assert_array_equal, run, again)
+
+    ((states_1, metrics_1), _), _ = one_run
+    states, metrics = run
+    jax.tree.map(np.testing.assert_array_equal, states[0], states_1[0])
+    for found, want in zip(metrics, metrics_1, strict=True):
+        for name in ("loss", "mtp_loss", "balance_loss", "indexer_loss", "grad_norm"):
+            np.testing.assert_allclose(found[name], want[name], rtol=1e-5, err_msg=name)
+        assert found["tokens"] == want["tokens"] and found["load_max"] == want["load_max"]
+    jax.tree.map(np.testing.assert_array_equal, states[3].buffers, states_1[3].buffers)
+    # The moments after one step are the gradients, or their squares.
+    for (path, got), want in zip(
+        jax.tree.leaves_with_path(states[1].opt_state), jax.tree.leaves(states_1[1].opt_state), strict=True
+    ):
+        name = jax.tree_util.keystr(path)
+        near = 2e-4 if name.endswith("_scale'].value") else 2e-5 if ".nu[" in name else 1e-5
+        np.testing.assert_allclose(got, want, rtol=0, atol=near * np.abs(want).max() + 1e-12, err_msg=name)
+    trees = (nnx.to_flat_state(states.params) for states in (states_1[0], states_1[3], states[3]))
+    for (path, old), (_, want), (_, got) in zip(*trees, strict=True):
+        name = ".".join(map(str, path))
+        if name == "groups.0.0.hc_attn_fn":
+            continue  # its streams are still equal, so that mixing them has no gradient but rounding's
+        # Orthogonal directions of the small hyper-connection matrices depend on their least singular values.
+        near, moved = 2e-2 if name.endswith("_fn") else 2e-4, np.abs(want[...] - old[...]).max()
+        np.testing.assert_allclose(got[...], want[...], rtol=0, atol=near * moved + 1e-9, err_msg=name)
+
+    assert "ematerialization" not in capfd.readouterr().err
+    _, _, largest = max(collectives(text), key=lambda found: math.prod(found[2]))
+    rows = B * 4 * S * MODEL.dim // (shape[0] * shape[2])  # those that the devices of an expert axis share
+    assert math.prod(largest) <= max(rows, *(x.size for x in jax.tree.leaves(states[0].params)))
 
 
 def one_expert(name, x):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dsv4_jax.mesh import act_spec
 from dsv4_jax.model.moe import Routing, balance_loss, hash_table, loads, sqrt_softplus
-from dsv4_jax.ops.experts import swiglu
 from dsv4_jax.ops.documents import documents
+from dsv4_jax.ops.experts import swiglu
 
 B, S, E, k = 2, 9, 4, 2
 Z = np.array([-1e4, -2000, -300, -104.5, -103, -88, -50, -20.01, -20, -19.99, -5, -1, 0, 1, 5, 19.99, 20, 88, 1e4])

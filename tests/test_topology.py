@@ -32,13 +32,14 @@ def test_published_sizes(name, total, matrices, devices):
     said = {
         word: numbers(line)
         for line in lines
-        for word in ("parameters ", "operations", "bytes per device:")
+        for word in ("parameters ", "operations", "bytes per device:", "activations")
         if line.startswith(word)
     }
     assert said["parameters "][0] == pytest.approx(total, rel=1e-6)
     assert said["operations"][0] / 6 == pytest.approx(matrices, rel=0.1) and said["operations"][1] > 1e9
-    held, optimizer = said["bytes per device:"]
+    held, gradients, optimizer = said["bytes per device:"]
     assert 4 * total / devices <= held < 1.6 * 4 * total / devices and held < optimizer < 1.1 * held
+    assert gradients == held and 2e10 < said["activations"][0] < 2e11
 
 
 def test_collectives_are_read_from_the_text():
@@ -61,10 +62,12 @@ def test_slices_that_do_not_fit_are_refused(capsys):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_COMPILER, reason="needs libtpu, the TPU compiler")
-@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 1, 8), (1, 8, 1), (8, 1, 1)])
-def test_the_tiny_step_compiles_for_tpu_on_every_axis(mesh):
+@pytest.mark.parametrize(
+    "mesh, exchange", [((2, 2, 2), "gather"), ((1, 1, 8), "auto"), ((1, 8, 1), "ragged"), ((8, 1, 1), "auto")]
+)
+def test_the_tiny_step_compiles_for_tpu_on_every_axis(mesh, exchange):
     names = [f"--mesh.{axis}={size}" for axis, size in zip(("data", "expert", "context"), mesh, strict=True)]
-    cfg = ds.load_config(TINY, [*names, "--data.batch-size", "8", "--model.n-routed-experts", "16"])
-    lines = compile_for(cfg, "v5e:2x4")
+    rest = ["--data.batch-size", "8", "--model.n-routed-experts", "16", "--model.expert-exchange", exchange]
+    lines = compile_for(ds.load_config(TINY, names + rest), "v5e:2x4")
     assert "8 x TPU" in lines[0] and any(line.startswith("memory") for line in lines)
-    assert any("collective" in line for line in lines)
+    assert any("ragged-all-to-all" in line for line in lines) == (exchange == "ragged")

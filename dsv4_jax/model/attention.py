@@ -114,7 +114,7 @@ class Attention(nnx.Module):
         """Output [B, S, D], and the core's result for its loss and its selection."""
         cfg, ratio = self.cfg, self.ratio
         B, S, _ = x_BSD.shape
-        H, K, G = cfg.n_heads, cfg.head_dim, cfg.o_groups
+        H, K = cfg.n_heads, cfg.head_dim
         latent = rms_norm(linear(x_BSD, self.wq_a, dtype), cfg.norm_eps, self.q_norm)
         q = rms_norm(linear(latent, self.wq_b, dtype).reshape(B, S, H, K), cfg.norm_eps)
         kv = rms_norm(linear(x_BSD, self.wkv, dtype), cfg.norm_eps, self.kv_norm)

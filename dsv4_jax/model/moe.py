@@ -85,7 +85,9 @@ class Gate(nnx.Module):
             experts = forced_BSk.astype(jnp.int32)
         else:
             biased = jax.lax.stop_gradient(scores) + whole(self.bias)
-            experts = jax.lax.top_k(biased, cfg.n_activated_experts)[1]
+            tokens = act_spec(3)  # by hand: XLA gathers all scores of all devices for a sharded top-k
+            best = lambda scores: jax.lax.top_k(scores, cfg.n_activated_experts)[1]
+            experts = jax.shard_map(best, in_specs=tokens, out_specs=tokens)(biased)
         chosen = jnp.take_along_axis(scores, experts, axis=-1)
         weights = chosen / (chosen.sum(-1, keepdims=True) + 1e-20) * cfg.route_scale
         return Routing(scores, experts, weights)
@@ -128,24 +130,24 @@ class MoE(nnx.Module):
         cfg, tokens = self.cfg, jax.P(BATCH, "context")
         routing = self.gate(x_BSD, ids_BS, forced_BSk)
         kernels = Kernels(*(w[...] for w in (self.experts.w1, self.experts.w3, self.experts.w2)))
-        specs = jax.tree.map(lambda w: jax.typeof(w).sharding.spec, kernels)
+        specs = tuple(jax.typeof(w).sharding.spec for w in kernels)
         run = functools.partial(routed_experts, _how(cfg, specs))
-        run = jax.shard_map(run, in_specs=(tokens, tokens, tokens, tokens, specs), out_specs=tokens)
+        run = jax.shard_map(run, in_specs=(tokens, tokens, tokens, tokens, Kernels(*specs)), out_specs=tokens)
         y = run(x_BSD.astype(dtype), routing.experts_BSk, routing.weights_BSk, real_BS, kernels)
         shared = self.shared_experts
         hidden = swiglu(linear(x_BSD, shared.w1, dtype), linear(x_BSD, shared.w3, dtype), cfg.swiglu_limit)
         return y + linear(hidden, shared.w2, dtype), routing
 
 
-def _how(cfg: ModelConfig, specs: Kernels) -> Experts:
+def _how(cfg: ModelConfig, specs: tuple[jax.P, ...]) -> Experts:
     """How the experts of kernels that lie like `specs` compute."""
     exchange, devices = cfg.expert_exchange, jax.sharding.get_abstract_mesh().shape["expert"]
     if exchange == "auto":  # a gather moves a row for each neighbour, an exchange one for each expert of a token
         many = devices > cfg.n_activated_experts and not on_cpu()
         exchange = "ragged" if many or cfg.expert_waves > 1 else "gather"
-    shards = (Shards(s.index("data") if "data" in s else None, cfg.expert_gradients) for s in specs)
+    w1, w3, w2 = (Shards(s.index("data") if "data" in s else None, cfg.expert_gradients) for s in specs)
     limit, impl = cfg.swiglu_limit, cfg.expert_matmul
-    return Experts(cfg.n_routed_experts, limit, exchange, cfg.expert_waves, impl, Kernels(*shards))
+    return Experts(cfg.n_routed_experts, limit, exchange, cfg.expert_waves, impl, (w1, w3, w2))
 
 
 def loads(routing: Routing, real_BS: jax.Array, n_experts: int) -> jax.Array:

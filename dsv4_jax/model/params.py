@@ -117,9 +117,7 @@ def _forward(equation, dtype, x, w):
 
 def _backward(equation, dtype, residuals, dy):
     (x, w), (left, right, out) = residuals, re.split(",|->", equation)
-    dx = jnp.einsum(
-        f"{out},{right}->{left}", dy, jax.reshard(w.astype(dtype), jax.P()), preferred_element_type=x.dtype
-    )
+    dx = jnp.einsum(f"{out},{right}->{left}", dy, jax.reshard(w.astype(dtype), jax.P()), preferred_element_type=x.dtype)
     dw = jnp.einsum(
         f"{left},{out}->{right}",
         x.astype(dtype),

@@ -39,7 +39,7 @@ class Experts:
         exchange: `gather` or `ragged`.
         waves: parts that a device's experts are exchanged and computed in, for `ragged`.
         impl: form of the grouped matrix product.
-        shards: how each kernel is stored over `data`.
+        shards: how w1, w3 and w2 are stored over `data`.
     """
 
     count: int
@@ -47,7 +47,7 @@ class Experts:
     exchange: str
     waves: int
     impl: Impl
-    shards: Kernels
+    shards: tuple[Shards, Shards, Shards]
 
 
 def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
@@ -143,9 +143,10 @@ def _products(
         y = grouped_matmul(x, w, sizes, how.impl, shards)
         return checkpoint_name(y, "product") if keep else y
 
-    gate, up = product(x_ND, kernels.w1, how.shards.w1), product(x_ND, kernels.w3, how.shards.w3)
+    s1, s3, s2 = how.shards
+    gate, up = product(x_ND, kernels.w1, s1), product(x_ND, kernels.w3, s3)
     hidden = (weight_N[:, None] * swiglu(gate, up, how.limit)).astype(x_ND.dtype)
-    return product(hidden, kernels.w2, how.shards.w2)
+    return product(hidden, kernels.w2, s2)
 
 
 class Route(NamedTuple):
@@ -172,16 +173,16 @@ def exchange(x_ND: jax.Array, rows: int, route: Route) -> jax.Array:
 
     The gradient travels the same way back. XLA:CPU has no ragged all-to-all and gathers everyone's rows.
     """
-    return jax.lax.platform_dependent(x_ND, route, cpu=functools.partial(_gathered, rows), default=functools.partial(_ragged, rows))
+    return jax.lax.platform_dependent(
+        x_ND, route, cpu=functools.partial(_gathered, rows), default=functools.partial(_ragged, rows)
+    )
 
 
 def _ragged(rows: int, x_ND: jax.Array, route: Route) -> jax.Array:
     me = jax.lax.axis_index(AXIS)
     count, source, target = route
     room = varying(jnp.zeros((rows, *x_ND.shape[1:]), x_ND.dtype), x_ND)
-    return jax.lax.ragged_all_to_all(
-        x_ND, room, source[me], count[me], target[me], count[:, me], axis_name=AXIS
-    )
+    return jax.lax.ragged_all_to_all(x_ND, room, source[me], count[me], target[me], count[:, me], axis_name=AXIS)
 
 
 def _gathered(rows: int, x_ND: jax.Array, route: Route) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.mesh import on_cpu, varying
-from dsv4_jax.ops.shards import Shards
+from dsv4_jax.ops.shards import WHOLE, Shards
 
 Impl = Literal["auto", "blocked", "ragged"]
 BLOCK = 128  # rows of one product of the blocked form
@@ -24,7 +24,7 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 
 
 def grouped_matmul(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl = "auto", shards: Shards = Shards(None)
+    x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl = "auto", shards: Shards = WHOLE
 ) -> jax.Array:
     """Rows of group g of `x` times `w[g]`; local to one device: under Explicit axes call it in `shard_map`.
 

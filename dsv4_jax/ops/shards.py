@@ -41,6 +41,9 @@ class Shards:
         return jax.lax.psum(dw, tuple(sorted(differs(dw) - differs(w))))
 
 
+WHOLE = Shards(None)
+
+
 def stochastic_bfloat16(x: jax.Array) -> jax.Array:
     """x in bfloat16, up or down at random so that its mean is x; fp32 in.
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from dsv4_jax.config import Config, OptimConfig
+from dsv4_jax.mesh import act_spec
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.optim import adamw_groups, grouped, v4_groups, v41_groups
 from dsv4_jax.optim.schedules import trapezoid
@@ -78,15 +79,27 @@ def abstract_model(cfg: Config) -> DeepSeek:
     return jax.eval_shape(lambda: DeepSeek(cfg.model, rngs=nnx.Rngs(cfg.train.seed)))
 
 
+def _mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
+    """The mesh that is set, without devices if they need not exist."""
+    mesh = jax.sharding.get_mesh()
+    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+
+
 def abstract_state(cfg: Config) -> TrainState:
     """Shapes, types and shardings of a run's state."""
-    mesh = jax.sharding.get_mesh()
-    whole = NamedSharding(jax.sharding.get_abstract_mesh() if mesh.empty else mesh, jax.P())
+    whole = NamedSharding(_mesh(), jax.P())
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or whole)
 
     return jax.tree.map(placed, jax.eval_shape(lambda: init_state(cfg)))
+
+
+def abstract_batch(cfg: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and shardings of a batch of so many rows, on the mesh that is set."""
+    length = -(-cfg.data.seq_len // cfg.mesh.context) * cfg.mesh.context
+    row = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=NamedSharding(_mesh(), act_spec(2)))
+    return dict.fromkeys(("ids", "segment_ids", "targets", "mtp_targets"), row)
 
 
 def init_state(cfg: Config) -> TrainState:

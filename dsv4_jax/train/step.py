@@ -87,15 +87,27 @@ def accumulation_parts(batch: dict[str, jax.Array], parts: int) -> dict[str, jax
     return jax.tree.map(jax.shard_map(split, in_specs=spec, out_specs=jax.P(None, *spec)), batch)
 
 
+def make_objective(cfg: Config) -> Callable[..., tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]]:
+    """The objective as a function of parameters, buffers, batch and the whole batch's `denominators`.
+
+    Beside it come every loss by name and the loads [layers, E].
+    """
+    graphdef, weights = nnx.graphdef(abstract_model(cfg)), objective_weights(cfg)
+
+    def objective(
+        params: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array], count: dict[str, jax.Array]
+    ) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
+        found, load_LE = losses(nnx.merge(graphdef, params, buffers), batch, count)
+        return sum((weight * found[name] for name, weight in weights.items()), jnp.zeros(())), (found, load_LE)
+
+    return objective
+
+
 def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, Metrics]]:
     """The step as a pure function of state and batch, to be jitted with the state donated."""
     graphdef, params, _ = nnx.split(abstract_model(cfg), nnx.Param, ...)
-    tx, weights = optimizer(cfg, params), objective_weights(cfg)
+    tx, objective = optimizer(cfg, params), make_objective(cfg)
     rate = schedule(cfg.optim, cfg.train.steps)
-
-    def objective(params: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array], count: dict[str, jax.Array]):
-        found, load_LE = losses(nnx.merge(graphdef, params, buffers), batch, count)
-        return sum(weight * found[name] for name, weight in weights.items()), (found, load_LE)
 
     def gradient(state: TrainState, batch: dict[str, jax.Array]):
         """Objective, losses and loads, and the gradient, added up over the parts of the batch."""
