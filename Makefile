@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= configs/tiny_v4.py
 
-.PHONY: train test test-all check format clean
+.PHONY: train test test-all soak check format clean
 
 train: .venv/installed
 	$(BIN)/python train.py $(CONFIG) $(ARGS)
@@ -13,6 +13,9 @@ test: check
 
 test-all: check
 	$(BIN)/python -m pytest $(ARGS)
+
+soak: .venv/installed
+	KILLS=200 $(BIN)/python -m pytest tests/test_kill.py --timeout=0 $(ARGS)
 
 check: .venv/installed
 	$(BIN)/ruff check .

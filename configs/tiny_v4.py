@@ -35,5 +35,5 @@ def config() -> Config:
         ),
         data=DataConfig(seq_len=512, batch_size=2),
         optim=OptimConfig(learning_rate=7e-3, end_learning_rate=1e-4, warmup_steps=15, decay_steps=110),
-        train=TrainConfig(steps=150, run_dir="runs/tiny_v4", eval_every=75, eval_batches=16, sample_bytes=200),
+        train=TrainConfig(steps=150, run_dir="runs/tiny_v4", eval_every=75, eval_batches=16, sample_tokens=200),
     )

@@ -6,7 +6,7 @@ from dsv4_jax.config import Config, load_config
 from dsv4_jax.model.config import ModelConfig, model_config_from_official
 from dsv4_jax.model.deepseek import DeepSeek, Output
 from dsv4_jax.model.official import load_official, to_official
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.validate import ConfigError, RunError
 
 __all__ = [
     "Config",
@@ -14,6 +14,7 @@ __all__ = [
     "DeepSeek",
     "ModelConfig",
     "Output",
+    "RunError",
     "load_config",
     "load_official",
     "model_config_from_official",

@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dsv4_jax.config import Config, config_from_json, load_config, made_by
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.validate import ConfigError, RunError
 
 
-def exit_on_config_error(command: Callable[[], None]) -> None:
-    """Runs a command; a ConfigError becomes a short message on stderr and exit status 2."""
+def exit_on_error(command: Callable[[], None]) -> None:
+    """Runs a command; a ConfigError or RunError becomes a short message on stderr and exit status 2 or 1."""
     try:
         command()
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
 def train(arguments: Sequence[str] | None = None) -> None:
@@ -36,7 +36,7 @@ def train(arguments: Sequence[str] | None = None) -> None:
 
         run(config)
 
-    exit_on_config_error(command)
+    exit_on_error(command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -47,18 +47,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     plan.add_argument("--topology", help="also compile the step for this TPU slice, such as v5p:2x2x1")
     plan.add_argument("config", help="a configuration file")
     plan.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key value ...")
+    data = commands.add_parser("data", help="tokenise a configuration's sources ahead of time, and describe them")
+    data.add_argument("config", help="a configuration file")
+    data.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key value ...")
     sample = commands.add_parser("sample", help="continue a prompt with a trained model")
     sample.add_argument("run_dir", type=Path, help="folder of a run")
     sample.add_argument("prompt", help="text to continue")
-    sample.add_argument("--bytes", type=int, default=256, help="bytes to add (default 256)")
-    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest byte (default 0.8)")
+    sample.add_argument("--tokens", type=int, default=256, help="tokens to add (default 256)")
+    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     sample.add_argument("--seed", type=int, default=0, help="seed of the draws")
     lab = commands.add_parser("optim-lab", help="compare optimizers on a small task; the same command again resumes")
     lab.add_argument("spec", type=Path, help="a Python file that defines lab()")
     lab.add_argument("--out", type=Path, help="folder of the results (default runs/optim_lab/NAME OF SPEC)")
+    report = commands.add_parser("report", help="write an HTML page with the curves of one or several runs")
+    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
+    report.add_argument("--out", type=Path, metavar="FILE.html", help="the page (default report.html in the first RUN)")
     args = parser.parse_args(arguments)
-    run = {"plan": _plan, "sample": _sample, "optim-lab": _optim_lab}[args.command]
-    exit_on_config_error(lambda: run(args))
+    run = {"plan": _plan, "data": _data, "sample": _sample, "optim-lab": _optim_lab, "report": _report}[args.command]
+    exit_on_error(lambda: run(args))
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -80,9 +86,22 @@ def _plan(args: argparse.Namespace) -> None:
         print("", *compile_for(config, args.topology), sep="\n")
 
 
-def _optim_lab(args: argparse.Namespace) -> None:
+def _data(args: argparse.Namespace) -> None:
+    config = load_config(args.config, args.overrides)
+    from rich.console import Console
+
+    from dsv4_jax.data.prepare import run
+
+    run(config, Console(highlight=False, markup=False, soft_wrap=True))
+
+
+def _need_matplotlib() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("the pictures need matplotlib: pip install 'dsv4_jax[lab]'")
+
+
+def _optim_lab(args: argparse.Namespace) -> None:
+    _need_matplotlib()
     lab = made_by(args.spec, "lab")
     from dsv4_jax.lab import Lab, run_lab
     from dsv4_jax.lab.report import draw, table
@@ -94,13 +113,24 @@ def _optim_lab(args: argparse.Namespace) -> None:
     print(table(lab, results), *draw(lab, results, out), sep="\n")
 
 
+def _report(args: argparse.Namespace) -> None:
+    _need_matplotlib()
+    out = args.out or args.runs[0] / "report.html"
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder; --out takes the name of a file")
+    from dsv4_jax.report import write_report
+
+    print(write_report(args.runs, out))
+
+
 def _sample(args: argparse.Namespace) -> None:
     path = args.run_dir / "config.json"
     if not path.exists():
         raise ConfigError(f"{args.run_dir} is not a run directory: it has no config.json")
     config: Config = config_from_json(json.loads(path.read_text()))
+    from dsv4_jax.data.tokenizer import load_tokenizer
     from dsv4_jax.sample import sample
     from dsv4_jax.train.checkpoint import load_model
 
-    text = sample(load_model(config), args.prompt.encode(), args.bytes, args.seed, args.temperature)
-    print(args.prompt + text.decode("utf-8", errors="replace"))
+    tokenizer = load_tokenizer(config.data.tokenizer, config.data.border)
+    print(args.prompt + sample(load_model(config), tokenizer, args.prompt, args.tokens, args.seed, args.temperature))

@@ -23,17 +23,45 @@ class DataConfig(Section):
     """What the model reads."""
 
     path: str = ""
-    """Text file or folder of text files to train on; empty: the Python standard library's source."""
+    """What to train on: a file, folder or glob pattern of text, .jsonl, .parquet, .array_record, .bin or .npy, or a
+    folder that the `data` command made; empty: the Python standard library's source."""
+    mixture: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Several such paths and the share of tokens that each gives; each has its own epochs. Instead of path."""
+    text_field: str = "text"
+    """Field or column of JSONL and Parquet records that holds the text."""
+    tokenizer: str = "bytes"
+    """bytes, or the path of a Hugging Face tokenizer.json."""
+    border: str = ""
+    """Token between documents, as the tokenizer writes it; with bytes it is 256."""
+    bin_type: Literal["uint16", "uint32"] = "uint16"
+    """Type of the ids in .bin files."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """What a bad record does (invalid UTF-8 or JSON, no text): end the run at its start, or be skipped and counted."""
+    prepared: str = "prepared"
+    """Folder where `python -m dsv4_jax data CONFIG` puts tokens, and where training finds them."""
     seq_len: int = 512
-    """Positions S of a row, in tokens (bytes)."""
+    """Positions S of a row, in tokens."""
     batch_size: int = 4
     """Rows of a step."""
+    workers: int = 1
+    """Threads that make batches ahead of time; 0 makes each when it is needed. They do not change the data."""
     held_out: float = 0.02
     """Share of the documents, chosen by a hash of their names, that evaluation reads and training does not."""
+    held_out_path: str = ""
+    """Evaluate on this source instead of a share of the training documents."""
+
+    @property
+    def paths(self) -> dict[str, float]:
+        """Every source to train on and its weight."""
+        return self.mixture or {self.path: 1.0}
 
     def _check(self) -> None:
         self.need_positive("seq_len batch_size")
+        self.need("workers", self.workers >= 0, "must be 0 or above")
         self.need("held_out", 0 < self.held_out < 1, "must be between 0 and 1")
+        self.need("mixture", all(w > 0 for w in self.mixture.values()), "must have weights above 0")
+        self.need("mixture", not (self.mixture and self.path), f"cannot stand beside data.path = {self.path!r}")
+        self.need("border", not self.border or self.tokenizer != "bytes", "needs a data.tokenizer that has it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,9 +167,13 @@ class TrainConfig(Section):
     checkpoint_every: int = 100
     """Steps between checkpoints; there is one at the end too."""
     keep: int = 2
-    """Checkpoints to keep."""
-    sample_bytes: int = 256
-    """Bytes to sample from the trained model at the end; 0: none."""
+    """Newest checkpoints to keep."""
+    keep_every: int = 0
+    """Checkpoints at multiples of so many steps are kept for ever; 0: none."""
+    bad_steps: int = 10
+    """Steps in a row with an objective or gradient that is not finite, each skipped whole, after which the run ends."""
+    sample_tokens: int = 256
+    """Tokens to sample from the trained model at the end; 0: none."""
     accumulate: int = 1
     """Parts of a batch that are computed one after another; the result is that of the whole batch."""
     cpu_devices: int = 0
@@ -153,8 +185,8 @@ class TrainConfig(Section):
     """Have a GPU give the same bits every time, at some cost. CPU and TPU do so anyway."""
 
     def _check(self) -> None:
-        self.need_positive("steps eval_every eval_batches checkpoint_every keep accumulate")
-        for key in ("seed", "sample_bytes", "cpu_devices"):
+        self.need_positive("steps eval_every eval_batches checkpoint_every keep bad_steps accumulate")
+        for key in ("seed", "sample_tokens", "cpu_devices", "keep_every"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
         form = re.fullmatch(r"|auto|[^,\s]+:\d+,(\d+),(\d+)", self.distributed)
         right = form is not None and (form[1] is None or int(form[2]) < int(form[1]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continues a prompt with bytes drawn from the model."""
+"""Continues a prompt with tokens drawn from the model."""
 
 import math
 
@@ -7,31 +7,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4_jax.data.text import BORDER
+from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.mesh import BATCH, ensure_mesh
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import whole
 from dsv4_jax.ops.cross_entropy import head_logits
 
 
-def sample(model: DeepSeek, prompt: bytes, n: int, seed: int, temperature: float = 0.8) -> bytes:
-    """At most `n` bytes after `prompt`, which starts a document; fewer if the model ends it.
+def sample(model: DeepSeek, tokenizer: Tokenizer, prompt: str, n: int, seed: int, temperature: float = 0.8) -> str:
+    """The text of at most `n` tokens after `prompt`, which starts a document; fewer if the model ends it.
 
-    The whole row is computed again for every byte: right for a look at a small model.
+    The whole row is computed again for every token: right for a look at a small model.
 
     Args:
-        temperature: divides the logits; 0 takes the most likely byte.
+        temperature: divides the logits; 0 takes the most likely token.
     """
-    start = np.frombuffer(prompt, np.uint8).astype(np.int32)
+    (start,), border = tokenizer.encode([prompt]), tokenizer.border
     with ensure_mesh():
         multiple = jax.sharding.get_abstract_mesh().shape["context"]
     length = 1 + len(start) + n
     ids = np.zeros((1, length + -length % multiple), np.int32)
-    ids[0, : 1 + len(start)] = [BORDER, *start]
+    ids[0, : 1 + len(start)] = [border, *start]
     out = np.asarray(_continue(model, jnp.asarray(ids), jnp.int32(1 + len(start)), seed, temperature))[0]
     out = out[1 + len(start) : length]
-    ends = np.flatnonzero(out >= BORDER)
-    return bytes(out[: ends[0] if len(ends) else n].astype(np.uint8))
+    ends = np.flatnonzero((out == border) | (out >= tokenizer.size))
+    return tokenizer.decode(out[: ends[0] if len(ends) else n])
 
 
 @jax.jit

@@ -14,6 +14,10 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message names the key, what was found and a remedy."""
 
 
+class RunError(RuntimeError):
+    """A run that cannot go on; what it saved before stays."""
+
+
 def nearest(key: str, valid: Iterable[str]) -> str:
     """The tail of an error message: the valid key that looks most like `key`, if one does."""
     close = difflib.get_close_matches(key, list(valid), n=1, cutoff=0.5)

@@ -1,20 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data: no token lost or invented, documents kept apart, the same stream after a resume."""
+"""Packing and batches: no token lost or invented, documents kept apart, one stream for any workers and processes."""
 
 import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-import dsv4_jax as ds
-from dsv4_jax.data.pipeline import batches
-from dsv4_jax.data.text import BORDER, Document, read_documents, split
+from dsv4_jax.config import DataConfig
+from dsv4_jax.data import packing
+from dsv4_jax.data.packing import Plan, Position, best_fit, part, split
+from dsv4_jax.data.pipeline import Stream
+from dsv4_jax.data.sources import Flat, open_source
+from dsv4_jax.data.tokenizer import Bytes
 
-documents = st.lists(st.binary(min_size=1, max_size=100), min_size=1, max_size=12).map(
-    lambda texts: [Document(str(i), text) for i, text in enumerate(texts)]
-)
+BORDER = Bytes.border
+
+
+def source(bodies, name="s"):
+    """Documents of the given ids."""
+    ends = np.cumsum([len(b) for b in bodies])
+    ids = np.concatenate([np.asarray(b, np.uint16) for b in bodies])
+    return Flat(name, ids, ends - [len(b) for b in bodies], ends, np.arange(len(bodies), dtype=np.uint32), BORDER)
+
+
+def whole(s, S):
+    return part(s, np.ones(len(s.lengths), bool), S)
+
+
+def plan(s, S, seed=0, repeat=True):
+    return Plan([whole(s, S)], [1.0], S, seed, repeat)
+
+
+def document(body):
+    return [BORDER, *body, BORDER]
 
 
 def runs(batch):
@@ -27,85 +47,135 @@ def runs(batch):
             yield tuple(batch[name][row, at].tolist() for name in ("ids", "targets", "mtp_targets"))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(documents, st.integers(1, 40))
-def test_an_epoch_holds_every_token_of_every_document_once(docs, seq_len):
+bodies = st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=100), min_size=1, max_size=12)
+
+
+@given(bodies, st.integers(1, 40), st.integers(1, 3))
+def test_an_epoch_holds_every_token_of_every_document_once(docs, S, B):
     """Joined again, the pieces are the documents; every token but the first is a target exactly once."""
-    want = sorted((d.tokens[:-1].tolist(), d.tokens[1:].tolist(), [*d.tokens[2:].tolist(), -1]) for d in docs)
+    docs = [document(d) for d in docs]
+    want = sorted((d[:-1], d[1:], [*d[2:], -1]) for d in docs)
     pieces = []
-    for batch in batches(docs, seq_len=seq_len, rows=1, seed=0, repeat=False):
+    for batch in Stream(plan(source([d[1:-1] for d in docs]), S, repeat=False), B):
+        assert batch["ids"].shape == (B, S)
         padding = batch["segment_ids"] == 0
         assert (batch["targets"][padding] == -1).all() and (batch["mtp_targets"][padding] == -1).all()
         pieces += list(runs(batch))
-    # A piece that starts a document starts with the border; each other piece follows the one whose
-    # last two targets are its first input and its first target.
     starts = [p for p in pieces if p[0][0] == BORDER]
-    assert len(starts) == len(docs) and max(len(p[0]) for p in pieces) <= seq_len
+    assert len(starts) == len(docs) and max(len(p[0]) for p in pieces) <= S
     assert sorted(t for p in pieces for t in p[1]) == sorted(t for w in want for t in w[1])
     assert sorted(t for p in pieces for t in p[2]) == sorted(t for w in want for t in w[2])
-    if seq_len > 101:
+    if S > 101:
         assert sorted(pieces) == want
 
 
 def test_a_cut_document_continues_where_it_was_cut():
-    (doc,) = docs = [Document("a", bytes(range(100)))]
-    found = [run for b in batches(docs, seq_len=30, rows=1, seed=0, repeat=False) for run in runs(b)]
+    doc = document(range(100))
+    found = [run for b in Stream(plan(source([doc[1:-1]]), 30, repeat=False), 1) for run in runs(b)]
     ids, targets, mtp = (
         list(itertools.chain(*x)) for x in zip(*sorted(found, key=lambda r: r[0][0] % BORDER), strict=True)
     )
-    assert ids == doc.tokens[:-1].tolist()
-    assert targets == doc.tokens[1:].tolist()
-    assert mtp == [*doc.tokens[2:].tolist(), -1]
+    assert (ids, targets, mtp) == (doc[:-1], doc[1:], [*doc[2:], -1])
 
 
-def test_padding_is_under_one_percent_on_the_embedded_text():
-    train, _ = split(read_documents(""), 0.02)
-    stream = itertools.islice(batches(train, seq_len=512, rows=4, seed=0), 200)
-    assert np.mean([(b["segment_ids"] == 0).mean() for b in stream]) < 0.01
+@given(st.lists(st.integers(1, 50), max_size=200), st.integers(50, 64))
+def test_best_fit(lengths, S):
+    """Every piece once, no row too full, and not more rows than longest-first packing needs."""
+    rows = best_fit(lengths, S)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= S for row in rows)
+    assert len(rows) <= 11 / 9 * sum(lengths) / S + 1 + sum(2 * n > S for n in lengths)
 
 
-def test_the_stream_depends_on_the_seed_alone_and_resumes_exactly():
-    docs = [Document(str(i), bytes([i] * (i + 1))) for i in range(60)]
-    one, two = (iter(batches(docs, seq_len=64, rows=2, seed=3)) for _ in range(2))
-    seen = []
-    for _ in range(40):  # several epochs
-        seen.append(next(one))
-    for batch in seen[:17]:
-        np.testing.assert_equal(next(two), batch)
-    three = iter(batches(docs, seq_len=64, rows=2, seed=3))
-    three.set_state(two.get_state())
-    for batch in seen[17:]:
-        np.testing.assert_equal(next(three), batch)
-    other = next(iter(batches(docs, seq_len=64, rows=2, seed=4)))
-    assert not np.array_equal(other["ids"], seen[0]["ids"])
+def test_padding_is_under_one_percent_on_realistic_lengths():
+    """On the embedded text in rows of 512, and on log-normal lengths around 600 in rows of 4096."""
+    embedded, _ = split(open_source("", DataConfig(), Bytes()), 0.02, 512)
+    lengths = np.random.default_rng(0).lognormal(6.4, 1.1, 20000).astype(int) + 1
+    other = whole(source([np.zeros(n) for n in lengths]), 4096)
+    for some, S in ((embedded, 512), (other, 4096)):
+        rows = Plan([some], [1.0], S, 0, True).block(1)
+        assert 1 - sum(piece.length for row in rows for piece in row) / (len(rows) * S) < 0.01
 
 
-def test_sources_are_files_and_folders_in_a_fixed_order(tmp_path):
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "x.txt").write_bytes(b"two")
-    (tmp_path / "a.txt").write_bytes(b"\xff\x00one")
-    (tmp_path / "empty.txt").write_bytes(b"")
-    (tmp_path / ".hidden").write_bytes(b"no")
-    assert read_documents(str(tmp_path)) == [Document("a.txt", b"\xff\x00one"), Document("b/x.txt", b"two")]
-    text = b"".join(b"line %d\n" % i for i in range(20000))
-    (tmp_path / "long.txt").write_bytes(text)
-    parts = read_documents(str(tmp_path / "long.txt"))
-    assert b"".join(d.text for d in parts) == text and len(parts) > 5
-    assert all(d.text.endswith(b"\n") for d in parts)
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(packing, "BLOCK", 16)
+
+
+def test_the_stream_is_the_same_for_any_workers_and_processes(small_blocks):
+    s = source([[i % 250] * (i + 1) for i in range(60)])
+    want = list(itertools.islice(Stream(plan(s, 64, seed=3), 4), 40))  # several epochs
+    for workers in (1, 2, 8):
+        stream = Stream(plan(s, 64, seed=3), 4, workers=workers)
+        np.testing.assert_equal(list(itertools.islice(stream, 40)), want)
+        stream.close()
+    for own in ([0], [1, 3], [2, 3]):
+        for batch, got in zip(want, Stream(plan(s, 64, seed=3), 4, own=own, workers=2), strict=False):
+            np.testing.assert_equal(got, {name: x[own] for name, x in batch.items()})
+    other = next(Stream(plan(s, 64, seed=4), 4))
+    assert not np.array_equal(other["ids"], want[0]["ids"])
+
+
+def test_a_position_is_all_that_a_resume_needs(small_blocks):
+    """Also with another number of workers, after batches were looked at ahead, and for batches of another size."""
+    s = source([[i % 250] * (i + 1) for i in range(60)])
+    want = list(itertools.islice(Stream(plan(s, 64, seed=3), 4), 30))
+    for stop in (0, 1, 7, 20):
+        one = Stream(plan(s, 64, seed=3), 4, workers=2)
+        for batch in want[:stop]:
+            np.testing.assert_equal(next(one), batch)
+        np.testing.assert_equal(one.peek(3), want[stop + 3])
+        np.testing.assert_equal(one.peek(), want[stop])
+        again = Stream(plan(s, 64, seed=3), 4, start=Position(*list(one.position)))
+        np.testing.assert_equal(list(itertools.islice(again, 30 - stop)), want[stop:])
+        one.close()
+    stream = Stream(plan(s, 64, seed=3), 4)
+    next(stream)
+    two = np.concatenate([b["ids"] for b in itertools.islice(Stream(plan(s, 64, seed=3), 2, start=stream.position), 6)])
+    np.testing.assert_equal(two, np.concatenate([b["ids"] for b in want[1:4]]))
+
+
+def test_a_mixture_gives_each_source_its_share_of_tokens_and_its_own_epochs():
+    few, many = source([[1] * 9] * 20, "few"), source([[2] * (5 + i % 50) for i in range(3000)], "many")
+    mixed = Plan([whole(few, 16), whole(many, 16)], [0.25, 0.75], 16, 0, True)
+    pieces = [mixed._piece(*number) for block in range(3) for number in mixed._numbers(block)]
+    assert len(pieces) == pytest.approx(3 * packing.BLOCK, abs=2)
+    tokens = [sum(p.length for p in pieces if p.source == k) for k in (0, 1)]
+    assert tokens[0] / sum(tokens) == pytest.approx(0.25, abs=0.01)
+    epochs = [p.document for p in pieces if p.source == 0]
+    for start in range(0, len(epochs) - 20, 20):
+        assert sorted(epochs[start : start + 20]) == list(range(20))
+    orders = {tuple(epochs[start : start + 20]) for start in range(0, 200, 20)}
+    assert len(orders) == 10  # another order every time
+
+
+def test_a_large_order_is_shuffled_without_a_table(monkeypatch):
+    monkeypatch.setattr(packing, "_SMALL", 10)
+    for order in (packing.Order(3000, 1), packing.Order(9, 1)):
+        n = order._n
+        epochs = [[order[e * n + i] for i in range(n)] for e in range(3)]
+        assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_rows_are_padded_for_the_context_axis():
+    batch = next(Stream(plan(source([[1] * 30]), 14), 2, multiple=4))
+    assert batch["ids"].shape == (2, 16)
+    assert (batch["segment_ids"][:, 14:] == 0).all() and (batch["targets"][:, 14:] == -1).all()
+
+
+def test_a_failure_in_a_thread_reaches_the_caller():
+    s = source([[1] * 30])
+    broken = plan(s, 8)
+    broken.parts = [None]
+    stream = Stream(broken, 2, workers=2)
+    with pytest.raises(AttributeError):
+        next(stream)
+    stream.close()
 
 
 def test_held_out_documents_are_never_trained_on():
-    docs = read_documents("")
-    train, held_out = split(docs, 0.02)
-    assert len(train) + len(held_out) == len(docs) and held_out
-    assert not {d.name for d in train} & {d.name for d in held_out}
-    assert split(docs, 0.02) == (train, held_out)
-
-
-def test_bad_sources_are_refused(tmp_path):
-    with pytest.raises(ds.ConfigError, match=r"data\.path = 'nowhere'"):
-        read_documents("nowhere")
-    with pytest.raises(ds.ConfigError, match="no text"):
-        read_documents(str(tmp_path))
-    with pytest.raises(ds.ConfigError, match=r"data\.held_out"):
-        split([Document("a", b"x")], 0.5)
+    s = open_source("", DataConfig(), Bytes())
+    train, held_out = split(s, 0.02, 512)
+    assert len(train.documents) + len(held_out.documents) == len(s.lengths) and len(held_out.documents)
+    assert not set(train.documents) & set(held_out.documents)

@@ -20,7 +20,7 @@ def config():
         n_hash_layers=1, window_size=16, index_n_heads=16, index_head_dim=8, index_topk=4, hc_mult=2,
         attention_block=32, remat="none",
     )
-    train = TrainConfig(steps=4, eval_every=2, eval_batches=2, checkpoint_every=2, sample_bytes=4)
+    train = TrainConfig(steps=4, eval_every=2, eval_batches=2, checkpoint_every=2, sample_tokens=4)
     optim = OptimConfig(learning_rate=1e-2, warmup_steps=2, decay_steps=0)
     return Config(model=model, train=train, optim=optim, data=DataConfig(seq_len=62, batch_size=4, held_out=0.3))
 """

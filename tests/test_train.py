@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,15 @@ from rich.console import Console
 
 import dsv4_jax as ds
 from dsv4_jax.config import DataConfig, ModelConfig, OptimConfig, TrainConfig
+from dsv4_jax.data.tokenizer import Bytes
 from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.model.params import HashTable, RouterBias
 from dsv4_jax.sample import sample
 from dsv4_jax.train import loop
-from dsv4_jax.train.checkpoint import load_model
+from dsv4_jax.train import step as step_module
+from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
+from dsv4_jax.train.feed import put_batch
 from dsv4_jax.train.loop import run, unigram_entropy
 from dsv4_jax.train.state import init_state, schedule
 from dsv4_jax.train.step import losses, make_train_step, update_biases
@@ -62,7 +66,7 @@ def corpus(tmp_path_factory):
 
 def config(corpus, run_dir, steps, **changes):
     train = TrainConfig(
-        steps=steps, run_dir=str(run_dir), eval_every=4, eval_batches=2, checkpoint_every=3, sample_bytes=0
+        steps=steps, run_dir=str(run_dir), eval_every=4, eval_batches=2, checkpoint_every=3, sample_tokens=0
     )
     optim = OptimConfig(learning_rate=1e-2, warmup_steps=2, decay_steps=0)
     data = dataclasses.replace(DATA, path=corpus)
@@ -135,12 +139,16 @@ def test_another_model_in_the_run_directory_is_refused(straight, corpus):
 
 def test_samples_repeat_and_greedy_takes_the_likeliest(straight, corpus):
     model = load_model(config(corpus, straight[0], 8))
-    one = sample(model, b"The ", 6, seed=1)
-    assert one == sample(model, b"The ", 6, seed=1)
-    greedy = sample(model, b"The ", 6, seed=1, temperature=0.0)
+    one = sample(model, Bytes(), "The ", 6, seed=1)
+    assert one == sample(model, Bytes(), "The ", 6, seed=1)
+    greedy = sample(model, Bytes(), "The ", 6, seed=1, temperature=0.0).encode()
     ids = jnp.asarray(np.frombuffer(b"\0The " + greedy, np.uint8).astype(np.int32))[None].at[0, 0].set(256)
     best = np.asarray(jax.jit(lambda m, i: m(i))(model, ids).logits.argmax(-1))[0, 4:-1]
     assert bytes(best.astype(np.uint8)) == greedy
+
+
+def put(batch):
+    return put_batch(batch, [0, 1], 2)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +171,7 @@ def test_a_stage_trains_exactly_its_parameters(batch, mode, corpus, tmp_path):
     """
     cfg = config(corpus, tmp_path, 8, model=dataclasses.replace(MODEL, attention=mode))
     state = jax.jit(lambda: init_state(cfg))()
-    after, told = jax.jit(make_train_step(cfg))(state, loop._put(batch))
+    after, told = jax.jit(make_train_step(cfg))(state, put(batch))
     for (path, old), (_, new) in zip(nnx.to_flat_state(state.params), nnx.to_flat_state(after.params), strict=True):
         moved = not np.array_equal(old.get_value(), new.get_value())
         if mode == "warmup":
@@ -184,9 +192,9 @@ def test_losses_ignore_padding_and_are_means_over_targets(batch, corpus, tmp_pat
     cfg = config(corpus, tmp_path, 8)
     model = ds.DeepSeek(cfg.model, rngs=nnx.Rngs(0))
     run_losses = jax.jit(losses)
-    found, load = run_losses(model, loop._put(batch))
+    found, load = run_losses(model, put(batch))
     other = dict(batch, ids=np.where(batch["segment_ids"] > 0, batch["ids"], 7))
-    again, load_again = run_losses(model, loop._put(other))
+    again, load_again = run_losses(model, put(other))
     assert all(float(found[name]) == float(again[name]) for name in found)
     np.testing.assert_array_equal(load, load_again)
     np.testing.assert_allclose(load.sum(1), 2 * (batch["segment_ids"] > 0).sum())
@@ -228,7 +236,7 @@ def test_the_other_table_trains_with_a_momentum_in_bf16(batch, corpus, tmp_path)
     assert sum(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state)) > 20
     step, told = jax.jit(make_train_step(cfg)), []
     for _ in range(4):
-        state, metrics = step(state, loop._put(batch))
+        state, metrics = step(state, put(batch))
         told.append(float(metrics["loss"]))
     assert told[3] < told[0] - 0.3
     assert jax.tree.map(jax.typeof, state) == types and step._cache_size() == 1  # one compilation for all steps
@@ -260,10 +268,110 @@ def test_unigram_entropy():
     assert abs(unigram_entropy([{"targets": targets}]) - math.log(4)) < 1e-12
 
 
-def test_a_non_finite_objective_ends_the_run(corpus, tmp_path, monkeypatch):
-    told = {"objective": jnp.nan, "loss": 5.5, "tokens": 128, "grad_norms": {}, "lr": 0.1} | dict.fromkeys(
-        ("mtp_loss", "balance_loss", "indexer_loss"), 1.0
-    )
-    monkeypatch.setattr(loop, "make_train_step", lambda cfg: lambda state, batch: (state, told))
-    with pytest.raises(RuntimeError, match="objective is nan at step 1"):
+POISON = -7  # an MTP target that means nothing, but to the objective below
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Batches that are marked by POISON have an objective of NaN, others their own; marks the calls named."""
+    make, put_it = step_module.make_objective, loop.put_batch
+
+    def make_poisoned(cfg):
+        objective = make(cfg)
+
+        def poisoned(params, buffers, batch, count):
+            total, rest = objective(params, buffers, batch, count)
+            return total * jnp.where((batch["mtp_targets"] == POISON).any(), jnp.nan, 1.0), rest
+
+        return poisoned
+
+    def mark(numbers):
+        calls = itertools.count()  # the first one is an example for the compiler
+
+        def put_marked(batch, own, rows):
+            if next(calls) in numbers:
+                batch = batch | {"mtp_targets": np.full_like(batch["mtp_targets"], POISON)}
+            return put_it(batch, own, rows)
+
+        monkeypatch.setattr(loop, "put_batch", put_marked)
+
+    monkeypatch.setattr(step_module, "make_objective", make_poisoned)
+    return mark
+
+
+def test_a_step_that_is_not_finite_changes_nothing(batch, poison, corpus, tmp_path):
+    """Parameters, moments, the schedule's count and biases stay; the step after it is as if it had not been."""
+    cfg = config(corpus, tmp_path, 8)
+    step = jax.jit(make_train_step(cfg))
+    first, _ = step(jax.jit(lambda: init_state(cfg))(), put(batch))
+    bad = dict(batch, mtp_targets=np.full_like(batch["mtp_targets"], POISON))
+    after, told = step(first, put(bad))
+    assert not told["finite"] and math.isnan(told["objective"]) and int(after.skipped) == 1 and int(after.step) == 2
+    same = dataclasses.replace(after, step=first.step, skipped=first.skipped)
+    jax.tree.map(np.testing.assert_array_equal, same, first)
+    (one, told), (two, want) = step(after, put(batch)), step(first, put(batch))
+    jax.tree.map(np.testing.assert_array_equal, dataclasses.replace(one, step=two.step, skipped=two.skipped), two)
+    assert float(told["lr"]) == float(want["lr"]) and float(told["loss"]) == float(want["loss"])
+
+
+def test_a_burst_of_bad_steps_longer_than_the_kept_checkpoints(corpus, tmp_path, poison):
+    """Every step is saved, two are kept: what is saved stays finite, the data moves on, and training goes on."""
+    poison(range(4, 8))
+    cfg = config(corpus, tmp_path, 9)
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_every=1, keep=2, eval_every=99))
+    said = train(cfg)
+    lines = metrics(tmp_path)
+    assert [line["objective"] is None for line in lines] == [3 < line["step"] < 8 for line in lines], said
+    assert [line["skipped"] for line in lines] == [0, 0, 0, 1, 2, 3, 4, 4, 4]
+    assert "step 4 is skipped: objective nan" in said and lines[-1]["loss"] < lines[2]["loss"]
+    assert all(line["tokens"] > last["tokens"] for last, line in itertools.pairwise(lines))
+    assert all(np.isfinite(x).all() for x in ds.to_official(load_model(cfg)).values())
+
+
+def test_too_many_bad_steps_end_the_run(corpus, tmp_path, poison):
+    poison(range(4, 99))
+    cfg = config(corpus, tmp_path, 9)
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, bad_steps=3, eval_every=99))
+    with pytest.raises(ds.RunError, match="3 steps in a row were not finite, the last one 6"):
+        train(cfg)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    with Checkpoints(tmp_path / "checkpoints", 2) as checkpoints:
+        assert checkpoints.latest() == 3
+
+
+def test_a_batch_without_a_target_has_zero_losses_and_gradients(batch, corpus, tmp_path):
+    cfg = config(corpus, tmp_path, 8)
+    none = {name: np.full_like(x, -1 if "targets" in name else 0) for name, x in batch.items()}
+    _, told = jax.jit(make_train_step(cfg))(jax.jit(lambda: init_state(cfg))(), put(none))
+    assert told["finite"] and float(told["objective"]) == 0 == float(told["grad_norm"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_same_command_goes_on(straight, corpus, tmp_path, number, monkeypatch):
+    put_it, calls = loop.put_batch, itertools.count()
+
+    def put_and_signal(*arguments, **own):
+        if next(calls) == 5:
+            signal.raise_signal(number)
+        return put_it(*arguments, **own)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(loop, "put_batch", put_and_signal)
         train(config(corpus, tmp_path, 8))
+    assert stop.value.code == 128 + number
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    if number == signal.SIGTERM:
+        assert "at step 5" in train(config(corpus, tmp_path, 8))
+        assert timeless(metrics(tmp_path)) == timeless(metrics(straight[0]))
+
+
+def test_what_changes_at_a_resume_is_said(corpus, tmp_path):
+    cfg = config(corpus, tmp_path, 3)
+    train(cfg)
+    more = dataclasses.replace(cfg.train, steps=4, keep=3)
+    said = train(dataclasses.replace(cfg, train=more, data=dataclasses.replace(cfg.data, held_out=0.3)))
+    assert "train.keep: 2 before, 3 now" in said and "data.held_out: 0.2 before, 0.3 now" in said
+    assert "other data" in said and "train.steps" not in said
+    adamw = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, name="adamw"))
+    with pytest.raises(ds.ConfigError, match="holds the state of another configuration"):
+        train(adamw)

@@ -1,75 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents to batches: pieces, shuffled and best-fit packed into rows by grain.
+"""Batches of packed rows, made ahead of time by threads; every process reads only the rows that it needs.
 
-A batch is a dict of int32 arrays [B, S]: `ids`; `segment_ids` (0 padding, 1, 2, ... documents);
-`targets`, the token after each one, and `mtp_targets`, the one after that, -1 where there is none.
-Targets are made from whole documents, so a document longer than a row loses none where it is cut.
+A batch is a dict of int32 arrays: `ids`; `segment_ids` (0 padding, 1, 2, ... documents); `targets`, the
+token after each one, and `mtp_targets`, the one after that, -1 where there is none. Targets come from whole
+documents, so a document longer than a row loses none where it is cut. The stream depends on the sources, the
+seed, S and B alone: not on workers, processes or the mesh.
 """
 
-import bisect
+import collections
+import concurrent.futures
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import grain
 import numpy as np
-from grain.experimental import BestFitPackIterDataset
 
-from dsv4_jax.data.text import Document
+from dsv4_jax.data.packing import START, Part, Piece, Plan, Position
 
 Batch = dict[str, np.ndarray]
-_PADDING = {"ids": 0, "targets": -1, "mtp_targets": -1}
-_BINS = 32  # rows that packing keeps open to find the best fit
+PADDING = {"ids": 0, "segment_ids": 0, "targets": -1, "mtp_targets": -1}
 
 
-class Pieces(Sequence[Batch]):
-    """Every document cut into pieces of at most `seq_len` inputs, each with its targets."""
-
-    def __init__(self, documents: Sequence[Document], seq_len: int):
-        self.documents, self.seq_len = documents, seq_len
-        counts = (-(-(len(d.text) + 1) // seq_len) for d in documents)  # the last token is a target only
-        self.ends = list(itertools.accumulate(counts))
-
-    def __len__(self) -> int:
-        return self.ends[-1]
-
-    def __getitem__(self, index: Any) -> Any:
-        d = bisect.bisect_right(self.ends, index)
-        first = (index - (self.ends[d - 1] if d else 0)) * self.seq_len
-        tokens = np.append(self.documents[d].tokens, np.int32(-1))
-        piece = tokens[first : first + self.seq_len + 2]
-        n = min(self.seq_len, len(piece) - 2)
-        return {"ids": piece[:n], "targets": piece[1 : n + 1], "mtp_targets": piece[2 : n + 2]}
-
-    def __repr__(self) -> str:  # grain writes this into the iterator's state
-        return f"Pieces({len(self.documents)} documents, {len(self)} pieces)"
+def fill(row: Sequence[Piece], parts: Sequence[Part], S: int) -> Batch:
+    """One row [S] from its pieces."""
+    batch = {name: np.full(S, value, np.int32) for name, value in PADDING.items()}
+    at = 0
+    for segment, piece in enumerate(row, 1):
+        n, first = piece.length, piece.first
+        tokens = parts[piece.source].source.tokens(piece.document, first, first + n + 2)
+        here = slice(at, at + n)
+        batch["ids"][here], batch["segment_ids"][here], batch["targets"][here] = tokens[:n], segment, tokens[1 : n + 1]
+        after = tokens[2 : n + 2]  # one fewer at the end of a document
+        batch["mtp_targets"][at : at + len(after)] = after
+        at += n
+    return batch
 
 
-def batches(
-    documents: Sequence[Document], *, seq_len: int, rows: int, seed: int, repeat: bool = True, multiple: int = 1
-) -> grain.IterDataset:
-    """Batches of `rows` packed rows of `seq_len` positions, shuffled by the seed.
+class Stream(Iterator[Batch]):
+    """Batches of B rows, of which this process has `own`."""
 
-    Endless, with a new order every epoch; without `repeat` once, dropping an incomplete last batch. Rows
-    are padded to a multiple of `multiple`.
-    """
-    pieces = grain.MapDataset.source(Pieces(documents, seq_len)).shuffle(seed)
-    if repeat:
-        pieces = pieces.repeat()
-    packed = BestFitPackIterDataset(
-        pieces.to_iter_dataset(),
-        length_struct=dict.fromkeys(_PADDING, seq_len),
-        num_packing_bins=_BINS,
-        shuffle_bins=False,
-        padding_struct=_PADDING,
-    )
+    def __init__(
+        self,
+        plan: Plan,
+        B: int,
+        *,
+        own: Sequence[int] | None = None,
+        workers: int = 0,
+        ahead: int = 2,
+        multiple: int = 1,
+        start: Position = START,
+    ):
+        """Batches from `start` on.
 
-    def row(packed: Batch) -> Batch:
-        batch = {name: packed[name] for name in _PADDING} | {"segment_ids": packed["ids_segment_ids"]}
-        pad = (0, -seq_len % multiple)
-        return {
-            name: np.pad(value.astype(np.int32), pad, constant_values=_PADDING.get(name, 0))
-            for name, value in batch.items()
-        }
+        Args:
+            plan: the rows.
+            B: rows of a batch; the last of a plan that ends is filled up with padding.
+            own: numbers of the rows to read, in order; all if absent.
+            workers: threads; 0 makes a batch when it is asked for.
+            ahead: batches that each thread makes ahead.
+            multiple: rows are padded to a multiple of it.
+            start: where to begin: the `position` of another stream of the same plan.
+        """
+        self._plan, self._B, self.own = plan, B, list(range(B)) if own is None else list(own)
+        self._length = plan.S + -plan.S % multiple
+        self._rows, self.position, self._seen = plan.rows(start), start, start
+        self._queue: collections.deque[tuple[Position, concurrent.futures.Future[Batch]]] = collections.deque()
+        self._threads = concurrent.futures.ThreadPoolExecutor(workers) if workers else None
+        self._ahead = workers * ahead
 
-    return packed.map(row).batch(rows, drop_remainder=True)
+    def _make(self, rows: list[list[Piece]]) -> Batch:
+        made = [fill(rows[r] if r < len(rows) else [], self._plan.parts, self._length) for r in self.own]
+        return {name: np.stack([row[name] for row in made]) for name in PADDING}
+
+    def _schedule(self, batches: int) -> None:
+        """Has so many batches waiting, or as many as there are."""
+        while len(self._queue) < batches:
+            rows = list(itertools.islice(self._rows, self._B))
+            if not rows:
+                return
+            self._seen = rows[-1][1]
+            pieces = [row for row, _ in rows]
+            future: concurrent.futures.Future[Batch]
+            if self._threads:
+                future = self._threads.submit(self._make, pieces)
+            else:
+                future = concurrent.futures.Future()
+                future.set_result(self._make(pieces))
+            self._queue.append((self._seen, future))
+
+    def peek(self, number: int = 0) -> Batch:
+        """The batch that comes after `number` others; it still comes.
+
+        Raises:
+            StopIteration: if there is none.
+        """
+        self._schedule(max(number + 1, self._ahead))
+        if number >= len(self._queue):
+            raise StopIteration
+        return self._queue[number][1].result()
+
+    def __next__(self) -> Batch:
+        batch = self.peek()
+        self.position = self._queue.popleft()[0]
+        return batch
+
+    def close(self) -> None:
+        """Ends the threads; what they were making is lost."""
+        if self._threads:
+            self._threads.shutdown(wait=False, cancel_futures=True)

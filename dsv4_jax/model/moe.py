@@ -15,6 +15,7 @@ from flax import nnx
 from dsv4_jax.mesh import BATCH, act_spec, on_cpu
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.params import HashTable, Params, RouterBias, linear, whole
+from dsv4_jax.ops.context import offset
 from dsv4_jax.ops.documents import Documents
 from dsv4_jax.ops.experts import Experts, Kernels, routed_experts, swiglu
 from dsv4_jax.ops.shards import Shards
@@ -162,20 +163,23 @@ def balance_loss(routing: Routing, docs: Documents) -> jax.Array:
     P_e = mean share of e in the scores; the result is the sum of T * sum_e f_e P_e over documents, to
     be divided by the number of real tokens. f carries no gradient.
     """
-    S = docs.first_BS.shape[1]
     E, k = routing.scores_BSE.shape[-1], routing.experts_BSk.shape[-1]
 
-    def by_document(x_BSE: jax.Array, first_BS: jax.Array) -> jax.Array:
-        """Sums over every document, at the position of its first token; padding (first = S) is dropped."""
-        total = jax.vmap(lambda x, first: jax.ops.segment_sum(x, first, num_segments=S))(x_BSE, first_BS)
-        return jax.lax.psum(total, "context")
-
     def rows(scores_BSE: jax.Array, experts_BSk: jax.Array, first_BS: jax.Array) -> jax.Array:
-        chosen = jax.nn.one_hot(experts_BSk, E).sum(2)
+        S = first_BS.shape[1]
+        origin = offset(S)
         share = scores_BSE / scores_BSE.sum(-1, keepdims=True)
-        length = by_document(jnp.ones((*first_BS.shape, 1)), first_BS)
-        fp = by_document(chosen, first_BS) * by_document(share, first_BS)
-        return (E / k * fp / jnp.maximum(length, 1)).sum((1, 2))
+        values = jnp.concatenate([jax.nn.one_hot(experts_BSk, E).sum(2), share, jnp.ones_like(share[..., :1])], -1)
+        # Slot 0 is the document that began left of this chunk, if any; padding (first >= whole row) is dropped.
+        slot_BS = jnp.where(first_BS >= origin, first_BS - origin + 1, 0)
+        sums = jax.vmap(lambda x, slot: jax.ops.segment_sum(x, slot, num_segments=S + 1))(values, slot_BS)
+        # A document is summed up where it begins.
+        begun_PB, parts_PBE = (jax.lax.all_gather(a, "context") for a in (first_BS[:, 0], sums[:, 0]))
+        home_PB = jnp.where((begun_PB >= origin) & (begun_PB < origin + S), begun_PB - origin + 1, S + 1)
+        add = lambda total, slot, part: total.at[slot].add(part, mode="drop")
+        sums = jax.vmap(add, (0, 1, 1))(sums, home_PB, parts_PBE)
+        chosen, share, length = jnp.split(sums[:, 1:], (E, 2 * E), axis=-1)
+        return jax.lax.psum((E / k * chosen * share / jnp.maximum(length, 1)).sum((1, 2)), "context")
 
     tokens = jax.P(BATCH, "context")
     run = jax.shard_map(rows, in_specs=tokens, out_specs=jax.P(BATCH))

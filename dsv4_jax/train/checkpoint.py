@@ -1,65 +1,236 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run with orbax: the state and the data's position, saved and restored together."""
+"""Checkpoints of a run: written beside the training, verified before they count, checked before they are read.
 
+A checkpoint is a folder named after its step: the arrays as orbax writes them (under `state`, one flat
+dict by name) and `manifest.json` (manifests.py). It is made under another name, `STEP.new`, and renamed
+when the disk has given back what the manifest says. While a step is replaced the one before is `STEP.old`.
+
+With several processes, which need a folder that all of them see, all call the same methods. Orbax has each
+write its part; process 0 alone verifies, renames and deletes, and the others go by what it found.
+
+Nothing is unpickled: orbax's handler of arrays reads JSON and tensorstore's files.
+"""
+
+import dataclasses
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grain
+import jax
+import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from dsv4_jax.config import Config
 from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.model.deepseek import DeepSeek
-from dsv4_jax.train.state import TrainState, abstract_model, abstract_state
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.train import manifests
+from dsv4_jax.train.state import abstract_model, abstract_state
+from dsv4_jax.validate import ConfigError, RunError
+
+_COUNTS = re.compile(r"\d+(\.old)?")  # names of checkpoints
+_LEFT_OVER = re.compile(r"\d+(\.old)?\.(new|gone).*")  # of what a crash has left: half written, half deleted
+
+
+class CheckpointError(RunError):
+    """No checkpoint is usable, or one could not be written."""
 
 
 class Checkpoints:
-    """The checkpoints in a folder, of which the newest `keep` are kept."""
+    """The checkpoints in a folder: the newest `keep`, and for ever every multiple of `keep_every` (0: none).
 
-    def __init__(self, folder: Path, keep: int):
-        policy: Any = ocp.training.preservation_policies.LatestN(keep)
-        self._checkpointer = ocp.training.Checkpointer(str(folder.absolute()), preservation_policy=policy)
+    Steps above the one just saved, from which a run has fallen back, neither count nor are deleted.
+    """
 
-    @property
+    def __init__(self, folder: Path, keep: int, keep_every: int = 0):
+        self._folder, self._keep, self._keep_every = folder.absolute(), keep, keep_every
+        self._saving: tuple[int, Future[None]] | None = None
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+
+    def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
+        """Starts to save the arrays of `state` and the JSON values of `host`, in place of an earlier save of `step`.
+
+        Returns when the host has a copy of the arrays, which may then be donated. Orbax makes this one
+        copy, of one replica of each array, and writes it as it is: compressing it would need another.
+        An array that lies whole on one CPU device is not copied unless it is donated meanwhile. What
+        fails in this save is raised by the next call.
+
+        Raises:
+            CheckpointError: if the save before, for which this waits, has failed.
+        """
+        self.wait()
+        arrays = manifests.named(state)
+        manifest = {"step": step, "host": json.loads(json.dumps(host)), "arrays": manifests.types(arrays)}
+        saving: Future[None] = Future()
+        try:
+            if jax.process_index() == 0:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._tidy()
+            context = ocp.Context()
+            context.array_options.saving.use_compression = False
+            with context:
+                write = ocp.save_async(str(self._folder / f"{step}.new"), arrays, checkpointable_name="state")
+            saving = self._pool.submit(self._finish, step, manifest, write)
+        except Exception as error:
+            saving.set_exception(error)
+        self._saving = step, saving
+
+    def wait(self) -> None:
+        """Returns when the save in flight is finished and verified.
+
+        Raises:
+            CheckpointError: if it failed. Earlier checkpoints are untouched.
+        """
+        if self._saving is None:
+            return
+        (step, saving), self._saving = self._saving, None
+        error = saving.exception()
+        reason = None if error is None else _failure(step, error)
+        reason = _of_first(reason) or reason
+        if reason:
+            raise CheckpointError(reason) from error
+
     def latest(self) -> int | None:
-        """Step of the newest checkpoint, None if there is none."""
-        found = self._checkpointer.latest
-        return None if found is None else found.step
+        """The newest step whose manifest is whole and whose files have their sizes; their content is not read."""
+        return next((int(path.stem) for path in self._found() if not manifests.damage(path, content=False)), None)
 
-    def save(self, state: TrainState, data: grain.DatasetIterator, tokens: int) -> None:
-        """Saves the state, the position of the data iterator and the count of tokens seen so far."""
-        parts = {"state": state, "data": data, "host": {"tokens": tokens}}
-        self._checkpointer.save_checkpointables(int(state.step), parts, force=True)
+    def restore(
+        self, abstract: Any, say: Callable[[str], None], part: bool = False
+    ) -> tuple[int, Any, dict[str, Any]] | None:
+        """The newest usable checkpoint, None if there is none at all: its step, state and host values.
 
-    def restore(self, abstract: TrainState, data: grain.DatasetIterator) -> tuple[TrainState, int]:
-        """The newest state, laid out like `abstract`, and the tokens seen; moves `data` to its position."""
-        parts = {"state": abstract, "data": data, "host": {"tokens": 0}}
-        found = self._checkpointer.load_checkpointables(self.latest, parts)
-        return found["state"], found["host"]["tokens"]
+        Args:
+            abstract: shapes, types and shardings of the state, whatever mesh it was saved from.
+            say: told of every damaged checkpoint that is skipped.
+            part: `abstract` is a part of the state; the other arrays are not read.
 
-    def restore_state(self, abstract: TrainState) -> TrainState:
-        """The newest state alone."""
-        return self._checkpointer.load_checkpointables(self.latest, {"state": abstract})["state"]
+        Raises:
+            CheckpointError: if there are checkpoints and all are damaged.
+            ConfigError: if the newest usable one holds other arrays than `abstract`.
+        """
+        self.wait()
+        name, problems = _of_first(self._choose() if jax.process_index() == 0 else None)
+        if not name and problems:
+            lines = [f"checkpoint {which}: {problem}" for which, problem in problems]
+            raise CheckpointError("\n  ".join([f"{self._folder} holds no usable checkpoint", *lines]))
+        for which, problem in problems:
+            say(f"checkpoint {which} is skipped: {problem}")
+        if not name:
+            return None
+        path, wanted = self._folder / name, manifests.named(abstract)
+        try:
+            manifest = manifests.read(path)
+        except manifests.ManifestError as error:  # process 0 has found it whole
+            raise CheckpointError(f"process {jax.process_index()} cannot read {path}: {error}") from error
+        if lines := manifests.differences(manifest["arrays"], manifests.types(wanted), part):
+            raise ConfigError("\n  ".join([f"{path} holds the state of another configuration", *lines]))
+        skipped: dict[str, Any] = dict.fromkeys(manifest["arrays"], ocp.PLACEHOLDER)
+        arrays: Any = ocp.load(str(path), skipped | wanted, checkpointable_name="state")
+        state = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[key] for key in wanted])
+        return manifest["step"], state, manifest["host"]
+
+    def close(self) -> None:
+        """Waits as `wait` does, and ends."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
 
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._checkpointer.close()
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self.close()
+            return
+        self._pool.shutdown()  # waits, without the other processes: they may be elsewhere
+        if self._saving and (failed := self._saving[1].exception()):
+            error.add_note(_failure(self._saving[0], failed))
+
+    def _finish(self, step: int, manifest: dict[str, Any], write: ocp.AsyncResponse[None]) -> None:
+        """Waits for orbax (in all processes), then verifies the checkpoint and lets it count."""
+        write.result()
+        if jax.process_index():
+            return
+        new, final = self._folder / f"{step}.new", self._folder / str(step)
+        manifests.write(new, manifest)
+        if problem := manifests.damage(new):
+            raise CheckpointError(problem)
+        if final.exists():
+            final.rename(self._folder / f"{step}.old")
+        new.rename(final)
+        manifests.to_disk(self._folder)
+        self._tidy()
+        found = [path for path in self._found() if int(path.stem) <= step]
+        for path in found[self._keep :]:
+            if not self._keep_every or int(path.stem) % self._keep_every:
+                _delete(path)
+
+    def _found(self) -> list[Path]:
+        """All checkpoints, the newest first, usable or not."""
+        if not self._folder.exists():
+            return []
+        found = [path for path in self._folder.iterdir() if _COUNTS.fullmatch(path.name)]
+        return sorted(found, key=lambda path: (int(path.stem), path.suffix == ""), reverse=True)
+
+    def _choose(self) -> tuple[str, list[tuple[str, str]]]:
+        """Name of the newest usable checkpoint, empty if there is none; names and faults of those before it."""
+        problems = []
+        for path in self._found():
+            problem = manifests.damage(path)
+            if not problem:
+                return path.name, problems
+            problems.append((path.name, problem))
+        return "", problems
+
+    def _tidy(self) -> None:
+        """Deletes what crashes have left, and checkpoints that have been replaced."""
+        for path in list(self._folder.iterdir()):
+            if _LEFT_OVER.fullmatch(path.name):
+                shutil.rmtree(path)
+            elif _COUNTS.fullmatch(path.name) and path.suffix and path.with_suffix("").exists():
+                _delete(path)
 
 
 def load_model(cfg: Config) -> DeepSeek:
-    """The model of the newest checkpoint of the run that `cfg` describes.
+    """The model of the newest usable checkpoint of the run that `cfg` describes; stderr hears of damaged ones.
 
     Raises:
-        ConfigError: if the run has no checkpoint.
+        ConfigError: if the run has no checkpoint, or one of another configuration.
+        CheckpointError: if none is usable.
     """
     ensure_mesh()
     folder = Path(cfg.train.run_dir) / "checkpoints"
+    abstract = dataclasses.replace(abstract_state(cfg), opt_state=None)
     with Checkpoints(folder, cfg.train.keep) as checkpoints:
-        if checkpoints.latest is None:
-            raise ConfigError(f"{folder} holds no checkpoint")
-        state = checkpoints.restore_state(abstract_state(cfg))
-    return nnx.merge(nnx.graphdef(abstract_model(cfg)), state.params, state.buffers)
+        found = checkpoints.restore(abstract, lambda line: print(line, file=sys.stderr), part=True)
+    if found is None:
+        raise ConfigError(f"{folder} holds no checkpoint")
+    return nnx.merge(nnx.graphdef(abstract_model(cfg)), found[1].params, found[1].buffers)
+
+
+def _failure(step: int, error: BaseException) -> str:
+    return f"saving checkpoint {step} failed: {type(error).__name__}: {error}"
+
+
+def _of_first(value: Any) -> Any:
+    """Process 0's JSON value, in every process."""
+    if jax.process_count() == 1:
+        return value
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
+    text = multihost_utils.broadcast_one_to_all(np.resize(text, size))
+    return json.loads(bytes(text.tolist()))
+
+
+def _delete(path: Path) -> None:
+    """Deletes a checkpoint, which does not count any more as soon as its files start to go."""
+    gone = path.with_name(f"{path.name}.gone")
+    path.rename(gone)
+    shutil.rmtree(gone)

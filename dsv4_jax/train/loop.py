@@ -1,37 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop: set up, resume, then fetch, step, log, save; at the end evaluate and sample."""
 
+import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import math
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
-import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.experimental import multihost_utils
 from rich.console import Console
 
 from dsv4_jax.config import Config
-from dsv4_jax.data.pipeline import Batch, batches
-from dsv4_jax.data.text import VOCAB_SIZE, Document, read_documents, split
-from dsv4_jax.mesh import act_spec, on_cpu, start_devices, use_mesh
+from dsv4_jax.data.packing import START, Position
+from dsv4_jax.data.pipeline import Batch, Stream
+from dsv4_jax.mesh import on_cpu, start_devices, use_mesh
 from dsv4_jax.sample import sample
 from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer, describe_placement
 from dsv4_jax.train.checkpoint import Checkpoints
 from dsv4_jax.train.checks import start_warnings
+from dsv4_jax.train.feed import Data, put_batch, read_data, streams
 from dsv4_jax.train.metrics import Display, MetricsWriter
 from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, init_state
 from dsv4_jax.train.step import make_eval_step, make_train_step, objective_weights
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.validate import ConfigError, RunError
 
-PROMPT = b'"""'  # what the sample at the end starts with
 # For a program that runs once XLA's optimisations cost more than they save. On CPU the steps keep some: the tiny
 # model's step compiles in 43 s instead of 58 s and runs as fast (docs/results.md).
 _RUNS_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -43,78 +44,138 @@ _RUNTIME = {  # may change in a run
 
 
 def run(cfg: Config, console: Console | None = None) -> None:
-    """Trains to `cfg.train.steps`, from the newest checkpoint of the run directory if there is one.
+    """Trains to `cfg.train.steps`, from the newest usable checkpoint of the run directory if there is one.
 
     Raises:
         ConfigError: if the text or the run directory does not fit the configuration; before any
             device work.
+        RunError, CheckpointError: if the run cannot go on.
+        SystemExit: after SIGTERM or Ctrl-C, once the state has been saved.
     """
     console = console or Console(highlight=False, markup=False, soft_wrap=True)
     run_dir = Path(cfg.train.run_dir)
-    data, evaluation, size = _read(cfg)
+    data = read_data(cfg)
     start_devices(cfg.train.cpu_devices, cfg.train.distributed, cfg.train.deterministic)
     use_mesh(cfg.mesh.data, cfg.mesh.expert, cfg.mesh.context)
     if jax.process_index():  # the first process speaks and writes for all
         console = Console(quiet=True)
     _claim(cfg, run_dir)
     objective, (optimizer, _) = describe_objective(objective_weights(cfg)), describe_optimizer(cfg)
-    for line in [*describe_model(cfg.model), objective, optimizer, size]:
+    for line in [*describe_model(cfg.model), objective, optimizer, data.line]:
         console.print(line)
     if jax.sharding.get_abstract_mesh().size > 1:
         console.print(*describe_placement(cfg), sep="\n")
-    with Checkpoints(run_dir / "checkpoints", cfg.train.keep) as checkpoints:
-        if checkpoints.latest is None:
-            state, tokens = jax.jit(lambda: init_state(cfg), compiler_options=_RUNS_ONCE)(), 0
+
+    def warn(text: str) -> None:
+        console.print(f"warning: {text}", style="yellow")
+
+    with Checkpoints(run_dir / "checkpoints", cfg.train.keep, cfg.train.keep_every) as checkpoints:
+        found = checkpoints.restore(abstract_state(cfg), warn)
+        host: dict[str, Any] = {"tokens": 0, "position": START, "identity": data.identity}
+        if found is None:
+            state = jax.jit(lambda: init_state(cfg), compiler_options=_RUNS_ONCE)()
         else:
-            state, tokens = checkpoints.restore(abstract_state(cfg), data)
-            console.print(f"resumed     {run_dir} at step {int(state.step)}")
+            step, state, host = found
+            console.print(f"resumed     {run_dir} at step {step}")
+            for line in _changes(host["config"], _resolved(cfg)):
+                console.print(f"changed     {line}")
+            if host["identity"] != data.identity:
+                warn("this is other data than at the checkpoint: it starts at its beginning")
+                host["position"] = START
         if int(state.step) >= cfg.train.steps:
             console.print("the run is finished; raise train.steps to continue it")
             return
-        state, loss = _loop(cfg, state, tokens, data, evaluation, checkpoints, console)
-    _report(cfg, state, loss, evaluation, console)
+        with streams(cfg, data, Position(*host["position"])) as (stream, evaluation):
+            state, loss = _loop(cfg, state, host["tokens"], data, stream, evaluation, checkpoints, console)
+    _report(cfg, state, loss, evaluation, data, console)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Generator[Callable[[int], int]]:
+    """A function that tells, after a step, the signal to stop that has come, or 0: SIGTERM or Ctrl-C.
+
+    A second Ctrl-C ends the program at once. Several processes stop at the same step, after SIGTERM to any.
+    """
+    came = 0
+
+    def handle(number: int, frame: Any) -> None:
+        nonlocal came
+        if came:
+            raise KeyboardInterrupt
+        came = number
+
+    def told(step: int) -> int:
+        if jax.process_count() > 1:
+            return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else 0
+        return came
+
+    if jax.process_count() > 1:  # jax.distributed has its own handler
+        yield told
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _loop(
     cfg: Config,
     state: TrainState,
     tokens: int,
-    data: grain.DatasetIterator,
+    data: Data,
+    stream: Stream,
     evaluation: list[Batch],
     checkpoints: Checkpoints,
     console: Console,
 ) -> tuple[TrainState, float]:
     """Steps until `cfg.train.steps`; returns the last state and its held-out loss."""
     clock = time.monotonic()
-    example = _put(evaluation[0])
+    place = functools.partial(put_batch, own=stream.own, rows=cfg.data.batch_size)
+    example = place(evaluation[0])
     options = _CPU_STEP if on_cpu() else None
     train_step = jax.jit(make_train_step(cfg), donate_argnums=0, compiler_options=options)
     train_step = train_step.lower(state, example).compile()
     eval_step = jax.jit(make_eval_step(cfg), compiler_options=options).lower(state, example).compile()
+    all_finite = jax.jit(_all_finite)
     console.print(f"compiled    in {time.monotonic() - clock:.0f} s")
+    bad = 0
 
     def finished(metrics: dict[str, Any]) -> dict[str, Any]:
         """A step's scalars, once the device has them, with the host's counters."""
-        nonlocal clock, tokens
+        nonlocal clock, tokens, bad
         scalars = {name: np.asarray(value).item() for name, value in metrics.items()}
-        if not math.isfinite(scalars["objective"]):
-            raise RuntimeError(f"the objective is {scalars['objective']} at step {scalars['step']}")
+        bad = 0 if scalars.pop("finite") else bad + 1
+        if bad:
+            objective, norm = scalars["objective"], scalars["grad_norm"]
+            console.print(
+                f"warning: step {scalars['step']} is skipped: objective {objective}, gradient norm {norm}",
+                style="yellow",
+            )
         now, new = time.monotonic(), scalars["tokens"]
         tokens += new
         scalars |= {"tokens": tokens, "tokens_per_s": new / (now - clock)}
         clock = now
         return scalars
 
+    def save(state: TrainState) -> None:
+        if not all_finite(state):
+            raise RunError(f"the state at step {int(state.step)} is not finite; it is not saved")
+        host = {"tokens": tokens, "position": stream.position, "identity": data.identity, "config": _resolved(cfg)}
+        checkpoints.save(int(state.step), state, host)
+
     step, loss = int(state.step), math.nan
     clock = time.monotonic()
     run_dir, steps = Path(cfg.train.run_dir), cfg.train.steps
     with (
+        _stop_signals() as stopped,
         MetricsWriter(run_dir if jax.process_index() == 0 else None, step) as writer,
         Display(console, steps, step) as display,
     ):
         pending: dict[str, Any] | None = None  # the metrics of the last step, which the device still works on
         while step < steps:
-            state, metrics = train_step(state, _put(next(data)))
+            state, metrics = train_step(state, place(next(stream)))
             step += 1
             norms = metrics.pop("grad_norms")
             if step == 1:
@@ -123,18 +184,34 @@ def _loop(
             if pending is not None:
                 show(finished(pending), writer, display)
             pending = {"step": step} | metrics
+            stop = stopped(step)
+            last = stop or step == steps
             evaluate = step == steps or step % cfg.train.eval_every == 0
-            save = step == steps or step % cfg.train.checkpoint_every == 0
-            if evaluate or save:
+            if evaluate or last or bad or step % cfg.train.checkpoint_every == 0:
                 scalars, pending = finished(pending), None
-                if evaluate:
-                    loss = scalars["eval_loss"] = _evaluate(eval_step, state, evaluation)
-                    console.print(f"step {step}: held-out loss {loss:.3f} nats per byte")
+                if evaluate and not stop:
+                    loss = scalars["eval_loss"] = _evaluate(eval_step, state, map(place, evaluation))
+                    console.print(f"step {step}: held-out loss {loss:.3f} nats per {data.unit}")
                 show(scalars, writer, display)
-                if save:
-                    checkpoints.save(state, data, tokens)
+                if bad >= cfg.train.bad_steps:
+                    raise RunError(
+                        f"{bad} steps in a row were not finite, the last one {step}: nothing was learnt in them"
+                    )
+                if last or step % cfg.train.checkpoint_every == 0:
+                    save(state)
                 clock = time.monotonic()
+            if stop:
+                checkpoints.wait()
+                console.print(
+                    f"stopped by {signal.Signals(stop).name} at step {step}; the same command goes on from there"
+                )
+                raise SystemExit(128 + stop)
     return state, loss
+
+
+def _all_finite(state: TrainState) -> jax.Array:
+    floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
 
 
 def show(scalars: dict[str, Any], writer: MetricsWriter, display: Display) -> None:
@@ -143,34 +220,26 @@ def show(scalars: dict[str, Any], writer: MetricsWriter, display: Display) -> No
     display.update(scalars)
 
 
-def _read(cfg: Config) -> tuple[grain.DatasetIterator, list[Batch], str]:
-    """The endless training batches, the evaluation's batches, and a line about both."""
-    if cfg.model.vocab_size < VOCAB_SIZE:
-        raise ConfigError(
-            f"model.vocab_size = {cfg.model.vocab_size} must be at least {VOCAB_SIZE}: "
-            "256 bytes and the document border"
-        )
-    train, held_out = split(read_documents(cfg.data.path), cfg.data.held_out)
-    make = functools.partial(batches, seq_len=cfg.data.seq_len, rows=cfg.data.batch_size, multiple=cfg.mesh.context)
-    held_out_batches = make(held_out, seed=0, repeat=False)
-    evaluation = list(itertools.islice(held_out_batches, cfg.train.eval_batches))
-    if not evaluation:
-        raise ConfigError(
-            f"the held-out text does not fill data.batch_size = {cfg.data.batch_size} rows of "
-            f"data.seq_len = {cfg.data.seq_len}; give more text or raise data.held_out"
-        )
+def _resolved(cfg: Config) -> dict[str, Any]:
+    """The configuration as JSON has it."""
+    return json.loads(json.dumps(dataclasses.asdict(cfg)))
 
-    def size(documents: Sequence[Document]) -> str:
-        return f"{len(documents):,} documents, {sum(len(d.text) for d in documents) / 1e6:.2f} MB"
 
-    line = f"data        {size(train)} to train on; {size(held_out)} held out"
-    return iter(make(train, seed=cfg.train.seed)), evaluation, line
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Keys whose values differ, but for where and how long."""
+    found = []
+    for section, values in now.items():
+        for key, value in values.items():
+            old = before.get(section, {}).get(key)
+            if old != value and (section, key) not in (("train", "run_dir"), ("train", "steps")):
+                found.append(f"{section}.{key}: {old!r} before, {value!r} now")
+    return found
 
 
 def _claim(cfg: Config, run_dir: Path) -> None:
     """Writes config.json into the run directory, or refuses one that holds another model's run."""
     path = run_dir / "config.json"
-    resolved = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    resolved = _resolved(cfg)
     if path.exists():
         before = json.loads(path.read_text())["model"]
         changed = [
@@ -189,16 +258,9 @@ def _claim(cfg: Config, run_dir: Path) -> None:
         new.replace(path)
 
 
-def _put(batch: Batch) -> dict[str, jax.Array]:
-    """The batch on the devices; each process places its own part."""
-    sharding = NamedSharding(jax.sharding.get_mesh(), act_spec(2))
-    put = lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-    return {name: put(value) for name, value in batch.items()}
-
-
-def _evaluate(eval_step: Callable[..., Any], state: TrainState, evaluation: list[Batch]) -> float:
+def _evaluate(eval_step: Callable[..., Any], state: TrainState, evaluation: Iterator[dict[str, jax.Array]]) -> float:
     """Mean cross-entropy in nats over all targets of the batches."""
-    sums = jax.device_get([eval_step(state, _put(batch)) for batch in evaluation])
+    sums = jax.device_get([eval_step(state, batch) for batch in evaluation])
     return float(sum(s for s, _ in sums) / sum(n for _, n in sums))
 
 
@@ -210,12 +272,14 @@ def unigram_entropy(evaluation: list[Batch]) -> float:
     return float(-(p * np.log(p)).sum())
 
 
-def _report(cfg: Config, state: TrainState, loss: float, evaluation: list[Batch], console: Console) -> None:
+def _report(cfg: Config, state: TrainState, loss: float, evaluation: list[Batch], data: Data, console: Console) -> None:
+    per = f"nats per {data.unit}"
     unigram = unigram_entropy(evaluation)
-    console.print(f"held-out loss     {loss:.3f} nats per byte ({loss / math.log(2):.3f} bits)")
-    console.print(f"unigram entropy   {unigram:.3f} nats per byte ({unigram / math.log(2):.3f} bits)")
-    if cfg.train.sample_bytes:
+    console.print(f"held-out loss     {loss:.3f} {per} ({loss / math.log(2):.3f} bits)")
+    console.print(f"unigram entropy   {unigram:.3f} {per} ({unigram / math.log(2):.3f} bits)")
+    if cfg.train.sample_tokens:
         model = nnx.merge(nnx.graphdef(abstract_model(cfg)), state.params, state.buffers)
-        text = sample(model, PROMPT, cfg.train.sample_bytes, cfg.train.seed)
+        prompt = "" if any(cfg.data.paths) else '"""'  # how the standard library's files like to start
+        text = sample(model, data.tokenizer, prompt, cfg.train.sample_tokens, cfg.train.seed)
         console.print("sample:")
-        console.print((PROMPT + text).decode("utf-8", errors="replace"))
+        console.print(prompt + text)

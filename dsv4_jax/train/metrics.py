@@ -2,6 +2,7 @@
 """What a run writes and shows: metrics.jsonl, TensorBoard files, a live progress line."""
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -25,20 +26,25 @@ class MetricsWriter:
         if run_dir is None:
             return
         path = run_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        kept = [line for line in lines if json.loads(line)["step"] <= step]
-        path.write_text("".join(line + "\n" for line in kept))
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        new = path.with_suffix(".new")
+        new.write_text("".join(kept))
+        new.replace(path)
         self._file = path.open("a")
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
 
     def write(self, scalars: dict[str, float]) -> None:
-        """Writes one step's scalars, of which `step` is one."""
+        """Writes one step's scalars, of which `step` is one; what is not finite is null."""
         if self._file is None or self._board is None:
             return
-        self._file.write(json.dumps(scalars) + "\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
-        for name, value in scalars.items():
-            self._board.add_scalar(name, value, int(scalars["step"]))
+        for name, value in finite.items():
+            if value is not None:
+                self._board.add_scalar(name, value, int(scalars["step"]))
 
     def __enter__(self) -> "MetricsWriter":
         return self

@@ -27,12 +27,14 @@ class TrainState:
         buffers: router biases and hash tables, an `nnx.State`.
         opt_state: state of the optax optimizer.
         step: steps done, int32.
+        skipped: how many of them changed nothing, since they were not finite, int32.
     """
 
     params: Any
     buffers: Any
     opt_state: Any
     step: jax.Array
+    skipped: jax.Array
 
 
 def schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
@@ -105,4 +107,6 @@ def abstract_batch(cfg: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 def init_state(cfg: Config) -> TrainState:
     """A new run's state; call it under `jax.jit`, so that every array is made where it belongs."""
     _, params, buffers = nnx.split(DeepSeek(cfg.model, rngs=nnx.Rngs(cfg.train.seed)), nnx.Param, ...)
-    return TrainState(params, buffers, optimizer(cfg, params).init(params), jnp.zeros((), jnp.int32))
+    return TrainState(
+        params, buffers, optimizer(cfg, params).init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step: batch -> losses -> gradients -> optimizer -> balance biases -> metrics."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from dsv4_jax.mesh import act_spec
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import RouterBias, whole
 from dsv4_jax.ops.cross_entropy import cross_entropy
-from dsv4_jax.train.state import TrainState, abstract_model, optimizer, schedule
+from dsv4_jax.optim.groups import group_leaves
+from dsv4_jax.train.state import TrainState, abstract_model, optimizer, parameter_groups, schedule
 
 Metrics = dict[str, Any]
 
@@ -80,6 +82,33 @@ def gradient_norms(grads: nnx.State) -> dict[str, jax.Array]:
     return norms
 
 
+def balance_metrics(load_LE: jax.Array, buffers: nnx.State) -> dict[str, jax.Array]:
+    """How even the experts' loads are, over layers, and how far the router biases have gone.
+
+    `load_max`: tokens of the fullest expert over the mean, in the worst layer; `load_dead`: share of experts
+    without a token; `load_entropy`: of a layer's loads over that of even ones, on average; `bias_max`.
+    """
+    total = jnp.maximum(load_LE.sum(-1, keepdims=True), 1)
+    entropy = jax.scipy.special.entr(load_LE / total).sum(-1) / max(math.log(load_LE.shape[-1]), 1e-9)
+    biases = [v.get_value() for _, v in nnx.to_flat_state(buffers) if isinstance(v, RouterBias)]
+    return {
+        "load_max": (load_LE.max(-1) / jnp.maximum(load_LE.mean(-1), 1)).max(),
+        "load_dead": (load_LE == 0).mean(),
+        "load_entropy": entropy.mean(),
+        "bias_max": jnp.stack([jnp.abs(b).max() for b in biases] or [jnp.zeros(())]).max(),
+    }
+
+
+def update_ratios(groups: Any, updates: Any, params: Any) -> dict[str, jax.Array]:
+    """Norm of the update over the norm of the weights, for the parameters of every rule together."""
+    norms: dict[str, list[jax.Array]] = {}
+    for group, u, p in zip(group_leaves(groups), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
+        squares = jnp.stack([(x.astype(jnp.float32) ** 2).sum() for x in (u, p)])
+        norms.setdefault(group.rule, []).append(squares)
+    sums = {rule: jnp.sqrt(sum(found)) for rule, found in norms.items()}
+    return {rule: up[0] / jnp.maximum(up[1], 1e-20) for rule, up in sums.items()}
+
+
 def accumulation_parts(batch: dict[str, jax.Array], parts: int) -> dict[str, jax.Array]:
     """The batch in parts [parts, B / parts, S]; every device's rows are split evenly among them."""
     split = lambda x: x.reshape(parts, -1, x.shape[1])
@@ -106,7 +135,7 @@ def make_objective(cfg: Config) -> Callable[..., tuple[jax.Array, tuple[dict[str
 def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, Metrics]]:
     """The step as a pure function of state and batch, to be jitted with the state donated."""
     graphdef, params, _ = nnx.split(abstract_model(cfg), nnx.Param, ...)
-    tx, objective = optimizer(cfg, params), make_objective(cfg)
+    tx, objective, groups = optimizer(cfg, params), make_objective(cfg), parameter_groups(cfg, params)
     rate = schedule(cfg.optim, cfg.train.steps)
 
     def gradient(state: TrainState, batch: dict[str, jax.Array]):
@@ -125,22 +154,32 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]],
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
         (total, (found, load_LE)), grads = gradient(state, batch)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
         model = nnx.merge(graphdef, params, state.buffers)
         buffers = state.buffers
         if cfg.model.attention != "warmup":
             buffers = update_biases(model, buffers, load_LE, cfg.routing.bias_speed)
         norms = gradient_norms(grads)
-        metrics = found | {
+        norm = jnp.sqrt(sum((n * n).sum() for n in norms.values()))
+        finite = jnp.isfinite(total) & jnp.isfinite(norm)
+        # A step that is not finite is skipped whole: parameters, moments, the schedule's count and biases stay.
+        changed, before = (params, buffers, opt_state), (state.params, state.buffers, state.opt_state)
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, before)
+        after = TrainState(*kept, state.step + 1, state.skipped + ~finite)
+        metrics = found | balance_metrics(load_LE, kept[1])
+        metrics |= {f"update_ratio/{rule}": r for rule, r in update_ratios(groups, updates, state.params).items()}
+        metrics |= {
             "objective": total,
-            "lr": rate(state.step),
-            "grad_norm": jnp.sqrt(sum((n * n).sum() for n in norms.values())),
+            "lr": rate(state.step - state.skipped),
+            "grad_norm": norm,
             "grad_norms": norms,
-            "load_max": (load_LE.max(-1) / jnp.maximum(load_LE.mean(-1), 1)).max(),
             "tokens": (batch["segment_ids"] > 0).sum(),
+            "finite": finite,
+            "skipped": after.skipped,
         }
-        return TrainState(params, buffers, opt_state, state.step + 1), metrics
+        return after, metrics
 
     return step
 

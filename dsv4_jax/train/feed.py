@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run reads: its sources as plans of rows, this process's part of them, and batches on the devices."""
+
+import contextlib
+import hashlib
+import itertools
+import json
+from collections.abc import Generator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from dsv4_jax.config import Config
+from dsv4_jax.data.packing import Part, Plan, Position, part, split
+from dsv4_jax.data.pipeline import Batch, Stream
+from dsv4_jax.data.sources import open_sources
+from dsv4_jax.data.tokenizer import Tokenizer
+from dsv4_jax.mesh import act_spec
+from dsv4_jax.validate import ConfigError
+
+
+class Data(NamedTuple):
+    """What a run reads.
+
+    Attributes:
+        training: the endless plan of packed rows.
+        evaluation: the plan of the held-out rows, once each.
+        tokenizer: of both.
+        identity: changes when a position in the training plan means another row.
+        line: what it is, for people.
+        skipped: bad records that were left out.
+    """
+
+    training: Plan
+    evaluation: Plan
+    tokenizer: Tokenizer
+    identity: str
+    line: str
+    skipped: int
+
+    @property
+    def unit(self) -> str:
+        """What a token is."""
+        return "byte" if self.tokenizer.name == "bytes" else "token"
+
+
+def read_data(cfg: Config) -> Data:
+    """Opens and checks the sources; touches no device.
+
+    Raises:
+        ConfigError: if one cannot be used, or there is nothing to train or to evaluate on.
+    """
+    data, S = cfg.data, cfg.data.seq_len
+    sources, other, tokenizer = open_sources(data, cfg.model.vocab_size)
+    if other is None:
+        training, held_out = zip(*(split(source, data.held_out, S) for source in sources), strict=True)
+    else:
+        everything = lambda source: np.ones(len(source.lengths), bool)
+        training = tuple(part(source, everything(source), S) for source in sources)
+        held_out = (part(other, everything(other), S),)
+    for p in training:
+        if not p.pieces or not any(q.pieces for q in held_out):
+            raise ConfigError(
+                f"data.held_out = {data.held_out} of the {len(p.source.lengths)} documents of {p.source.name} leaves "
+                f"{len(p.documents)} to train on and {sum(len(q.documents) for q in held_out)} held out in all; both "
+                "need one at least: change it or give more text"
+            )
+    weights, seed = list(data.paths.values()), cfg.train.seed
+    told = [tokenizer.fingerprint, S, seed, weights, *((p.source.name, p.tokens, len(p.documents)) for p in training)]
+    skipped = sum(source.skipped for source in [*sources, *filter(None, [other])])
+
+    def size(parts: tuple[Part, ...]) -> str:
+        return f"{sum(len(p.documents) for p in parts):,} documents, {sum(p.tokens for p in parts) / 1e6:.2f} M tokens"
+
+    return Data(
+        Plan(training, weights, S, seed, repeat=True),
+        Plan([p for p in held_out if p.pieces], [], S, 0, repeat=False),
+        tokenizer,
+        hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16],
+        f"data        {size(training)} to train on; {size(held_out)} held out; {skipped:,} bad records skipped",
+        skipped,
+    )
+
+
+@contextlib.contextmanager
+def streams(cfg: Config, data: Data, start: Position) -> Generator[tuple[Stream, list[Batch]]]:
+    """The training stream and the batches to evaluate on; this process's rows of both."""
+    B, S = cfg.data.batch_size, cfg.data.seq_len
+    sharding = NamedSharding(jax.sharding.get_mesh(), act_spec(2))
+    places = sharding.addressable_devices_indices_map((B, S + -S % cfg.mesh.context))
+    own = sorted({row for rows, _ in filter(None, places.values()) for row in range(B)[rows]})
+    held_out = Stream(data.evaluation, B, own=own, multiple=cfg.mesh.context)
+    evaluation = list(itertools.islice(held_out, cfg.train.eval_batches))
+    stream = Stream(data.training, B, own=own, multiple=cfg.mesh.context, workers=cfg.data.workers, start=start)
+    try:
+        yield stream, evaluation
+    finally:
+        stream.close()
+
+
+def put_batch(batch: Batch, own: list[int], rows: int) -> dict[str, jax.Array]:
+    """A batch of so many rows on the devices, from those that this process has (`own`)."""
+    sharding = NamedSharding(jax.sharding.get_mesh(), act_spec(2))
+
+    def put(x: np.ndarray) -> jax.Array:
+        def at(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # every device has a part
+            numbers = range(rows)[index[0]]
+            first = own.index(numbers[0])
+            return x[first : first + len(numbers), index[1]]
+
+        return jax.make_array_from_callback((rows, x.shape[1]), sharding, at)
+
+    return {name: put(value) for name, value in batch.items()}

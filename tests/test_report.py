@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page about runs: self-contained, complete, and robust to what a killed or diverged run leaves behind."""
+
+import json
+import re
+import time
+
+import numpy as np
+import pytest
+
+from dsv4_jax import report
+from dsv4_jax.cli import main
+from dsv4_jax.report import human, read_run, write_report
+from dsv4_jax.validate import ConfigError
+
+ALL = (
+    *("loss", "mtp_loss", "balance_loss", "indexer_loss", "objective", "recall", "lr", "grad_norm", "tokens_per_s"),
+    *("load_max", "load_dead", "load_entropy", "bias_max", "skipped", "rollbacks"),
+    *("update_ratio/muon", "update_ratio/adamw", "mystery"),
+)
+
+
+def step(number, metrics=ALL, **changes):
+    return {"step": number, "tokens": 512 * number} | {name: 0.5 + 1 / number for name in metrics} | changes
+
+
+def a_run(folder, rows, config=None, tail=""):
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def page(tmp_path, *runs):
+    return write_report(runs, tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def curves(text):
+    """The chart's curves by `metric:run`, with the number of points that each has."""
+    found = re.findall(r'<g id="([^"]*:[^"]*)">\s*<path d="([^"]*)"', text)
+    return {name: len(re.findall("[ML]", path)) for name, path in found}
+
+
+def cells(text):
+    return [re.findall(r"<t[dh]>(.*?)</t[dh]>", row) for row in re.findall("<tr>.*?</tr>", text)]
+
+
+def test_the_page_has_every_chart_and_needs_no_other_file(tmp_path):
+    rows = [step(n, **({"eval_loss": 2.0 - n / 10} if n % 3 == 0 else {})) for n in range(1, 10)]
+    text = page(tmp_path, a_run(tmp_path / "one", rows))
+    found = curves(text)
+    assert set(found) == {f"{name}:one" for name in (*ALL, "eval_loss")}
+    assert found["loss:one"] == 9 and found["eval_loss:one"] == 3
+    assert text.count("<svg") == len(ALL) and "<script" not in text and "<link" not in text and "@import" not in text
+    outside = re.sub(r'xmlns(:xlink)?="[^"]*"', "", text)
+    assert "http" not in outside and "url(http" not in outside and "src=" not in outside
+    assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', outside))
+    assert cells(text)[1] == ["one", "9", "4.608k", "0.6111", "1.1", "1.1", "0.7", "0.6111", "0.6111"]
+    for words in ("Update to weights, muon", "nats per token", "<h2>Other</h2>", "<b>mystery</b>", "<!-- tokens -->"):
+        assert words in text
+    assert "Differences in the configuration" not in text
+
+
+def test_runs_overlay_in_the_same_charts(tmp_path):
+    runs = [
+        a_run(tmp_path / name, [step(n) for n in range(1, 6)], {"optim": {"name": name}, "train": {"run_dir": name}})
+        for name in ("first", "second", "third")
+    ]
+    text = page(tmp_path, *runs)
+    assert text.count("<svg") == len(ALL)
+    assert set(curves(text)) == {f"{name}:{run.name}" for name in ALL for run in runs}
+    legends = re.findall("<figcaption>.*?</figcaption>", text)
+    assert len(legends) == len(ALL)
+    for run, colour in zip(runs, report.PALETTE, strict=False):  # one colour a run, in all charts
+        entry = f'style="color:{colour}"></i>{run.name}</span>'
+        assert all(entry in legend for legend in legends) and f"stroke: {colour}" in text
+    assert ["optim.name", *(f"&quot;{run.name}&quot;" for run in runs)] in cells(text)
+    assert "train.run_dir" not in text
+
+
+def test_any_number_of_runs_have_their_own_colours(tmp_path):
+    runs = [a_run(tmp_path / f"run{i}", [step(1, ["loss"])]) for i in range(12)]
+    assert len(set(re.findall('style="color:(.*?)"', page(tmp_path, *runs)))) == 12
+
+
+def test_runs_of_the_same_name_are_told_apart(tmp_path):
+    runs = [a_run(tmp_path / part / "run", [step(1, ["loss"])]) for part in ("a", "b")]
+    assert set(curves(page(tmp_path, *runs))) == {f"loss:{run}" for run in runs}
+
+
+def test_runs_with_different_metrics_and_without_tokens(tmp_path):
+    new = a_run(tmp_path / "new", [step(n) for n in range(1, 4)], {"model": {"dim": 8, "new": 1}})
+    old = a_run(tmp_path / "old", [{"step": n, "loss": 1.0, "gone": 2} for n in range(1, 4)], {"model": {"dim": 8}})
+    text = page(tmp_path, new, old)
+    assert {"loss:new", "loss:old", "lr:new", "gone:old"} <= set(curves(text)) and "lr:old" not in curves(text)
+    assert "<!-- step -->" in text and "<!-- tokens -->" not in text
+    assert ["model.new", "1", report.MISSING] in cells(text) and "model.dim" not in text
+
+
+def test_images_are_dashed_in_the_chart_of_the_text(tmp_path):
+    rows = [step(n, ["load_max"], load_max_image=2.0 + n, eval_loss_image=2.0) for n in range(1, 4)]
+    text = page(tmp_path, a_run(tmp_path / "run", rows))
+    assert text.count("<svg") == 2 and text.count('class="dashed"') == 1
+    assert "run, image" in text and "run, held out, image" in text and "stroke-dasharray" in text
+
+
+def test_the_latest_of_repeated_steps_counts_and_later_ones_are_forgotten(tmp_path):
+    rows = [step(n, loss=1.0) for n in (1, 2, 3, 4)] + [step(n, loss=2.0) for n in (2, 3)]
+    run = read_run(a_run(tmp_path / "run", rows))
+    assert run.steps.tolist() == [1, 2, 3] and run.series["loss"][1].tolist() == [1, 2, 2]
+
+
+@pytest.mark.parametrize("tail", ['{"step": 3, "lo', "{", '{"loss": 1}', "\0\0\0"])
+def test_a_last_line_cut_short_is_left_out(tmp_path, tail):
+    assert read_run(a_run(tmp_path / "run", [step(1), step(2)], tail=tail)).steps.tolist() == [1, 2]
+
+
+def test_values_that_are_not_finite_are_gaps_that_the_legend_counts(tmp_path):
+    bad = (np.nan, np.inf, -np.inf, None, "x")
+    rows = [step(n + 1, ["lr"], loss=bad[n] if n < 5 else 1.0, grad_norm=np.nan, tokens_per_s=0.0) for n in range(9)]
+    rows += [step(10, ["lr"], loss=np.nan, **{"update_ratio/muon": 0.0})]  # nothing to draw on a logarithmic axis
+    text = page(tmp_path, a_run(tmp_path / "run", rows))
+    assert "run, 6 values not finite" in text and "run, 9 values not finite" in text
+    assert curves(text)["loss:run"] == 4
+    assert cells(text)[1][3] == "nan"
+
+
+def test_one_step_is_a_point(tmp_path):
+    text = page(tmp_path, a_run(tmp_path / "run", [step(1, eval_loss=1.0)]))
+    assert text.count("<svg") == len(ALL) and text.count("<use") > len(ALL)
+
+
+def test_names_are_escaped(tmp_path):
+    name = "<script>alert('$x_1$ & \"y\"')<!--"
+    run = a_run(tmp_path / name, [step(1, ["loss", "<script>1</script>"])], {"a": {"<script>": 1}})
+    text = page(tmp_path, run, a_run(tmp_path / "_b", [step(1)], {"a": {"<script>": "<script>"}}))
+    assert "<script" not in text and "&lt;script&gt;alert(" in text and "<!--\n" not in text and "_b</span>" in text
+
+
+def test_what_cannot_be_read_ends_with_a_short_message(tmp_path, capsys):
+    (tmp_path / "nothing").mkdir()
+    bad = {
+        "no metrics.jsonl": tmp_path / "nothing",
+        "no step yet": a_run(tmp_path / "empty", []),
+        "holds no step": a_run(tmp_path / "cut", [], tail='{"step": 1, '),
+        "line 1": a_run(tmp_path / "middle", [], tail="oops\n" + json.dumps(step(2))),
+        "config.json is not": a_run(tmp_path / "list", [step(1)], [1]),
+        "is a folder": a_run(tmp_path / "folder", [step(1)]),
+    }
+    (tmp_path / "folder" / "report.html").mkdir()
+    for words, run in bad.items():
+        with pytest.raises(SystemExit) as stopped:
+            main(["report", str(run)])
+        assert stopped.value.code == 2
+        assert words in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        write_report([bad["no step yet"]], tmp_path / "new" / "page.html")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_command_says_what_it_wrote_and_what_it_lacks(tmp_path, capsys, monkeypatch):
+    run = a_run(tmp_path / "run", [step(1, ["loss"])])
+    main(["report", str(run)])
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n" and (run / "report.html").exists()
+    main(["report", str(run), "--out", str(tmp_path / "new" / "page.html")])
+    assert (tmp_path / "new" / "page.html").exists()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["report", str(run)])
+    assert stopped.value.code == 2 and "dsv4_jax[lab]" in capsys.readouterr().err
+
+
+def test_a_long_run_is_thinned(tmp_path):
+    noise = np.random.default_rng(0).normal(1, 0.1, 100_000).round(5).tolist()
+    rows = [{"step": n, "tokens": n * 512} | dict.fromkeys(ALL, noise[n - 1]) for n in range(1, 100_001)]
+    rows[50_000]["loss"], rows[70_000]["loss"] = 9.0, np.nan
+    run = a_run(tmp_path / "run", rows)
+    clock = time.monotonic()
+    text = page(tmp_path, run)
+    assert time.monotonic() - clock < 60  # some seconds on an idle machine
+    assert len(text) < 2e6 and 100 < curves(text)["loss:run"] <= report.BINS
+    x, mean, low, high = report._thinned(*read_run(run).series["loss"])
+    assert len(x) == report.BINS and np.isfinite(mean).all() and high.max() == 9 and (low <= mean).all()
+
+
+@pytest.mark.parametrize(
+    ("x", "words"), [(1.2e6, "1.2M"), (0.0, "0"), (35_000, "35k"), (-2.5e9, "-2.5B"), (3e-4, "0.0003"), (999, "999")]
+)
+def test_human_numbers(x, words):
+    assert human(x) == words
