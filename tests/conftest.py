@@ -35,7 +35,7 @@ settings.register_profile("default", deadline=None, derandomize=True, max_exampl
 settings.load_profile("default")
 
 
-LONGEST = ["test_train.py", "test_golden.py", "test_mesh.py", "test_sinkhorn.py"]
+LONGEST = ["test_train.py", "test_mesh.py", "test_golden.py", "test_kill.py", "test_experts.py"]
 
 
 def pytest_collection_modifyitems(items):
