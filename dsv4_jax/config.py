@@ -172,6 +172,8 @@ class TrainConfig(Section):
     """Checkpoints at multiples of so many steps are kept for ever; 0: none."""
     bad_steps: int = 10
     """Steps in a row with an objective or gradient that is not finite, each skipped whole, after which the run ends."""
+    profile_steps: str = ""
+    """FIRST:LAST writes a trace of the steps from FIRST up to but without LAST into the run's `profile`, for xprof."""
     sample_tokens: int = 256
     """Tokens to sample from the trained model at the end; 0: none."""
     accumulate: int = 1
@@ -188,6 +190,9 @@ class TrainConfig(Section):
         self.need_positive("steps eval_every eval_batches checkpoint_every keep bad_steps accumulate")
         for key in ("seed", "sample_tokens", "cpu_devices", "keep_every"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+        span = re.fullmatch(r"(\d+):(\d+)", self.profile_steps)
+        right = not self.profile_steps or (span is not None and 0 < int(span[1]) < int(span[2]))
+        self.need("profile_steps", right, "must be empty or FIRST:LAST with 0 < FIRST < LAST")
         form = re.fullmatch(r"|auto|[^,\s]+:\d+,(\d+),(\d+)", self.distributed)
         right = form is not None and (form[1] is None or int(form[2]) < int(form[1]))
         self.need("distributed", right, "must be empty, auto, or HOST:PORT,COUNT,NUMBER with NUMBER below COUNT")

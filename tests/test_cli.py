@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from dsv4_jax.cli import exit_on_error
+from dsv4_jax.validate import RunError
+
 NO_DEVICE = {"JAX_PLATFORMS": "none_at_all"}  # starting a backend fails with this
 
 
@@ -24,7 +27,7 @@ def command(*words, **env):
         (["--model.compress-ratios", "0", "4"], "model.compress_ratios"),
         (["--data.path", "/nowhere"], "data.path"),
         (["--data.held-out", "1e-9"], "data.held_out"),
-        (["--data.batch-size", "100000"], "data.batch_size"),
+        (["--data.batch-size", "0"], "data.batch_size"),
         (["--model.vocab-size", "256"], "model.vocab_size"),
     ],
 )
@@ -34,6 +37,15 @@ def test_bad_configuration_exits_2_before_any_device_work(tmp_path, flags, words
     assert done.returncode == 2, done.stderr
     assert words in done.stderr and "Traceback" not in done.stderr and len(done.stderr) < 600
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_cannot_go_on_exits_1(capsys):
+    def command():
+        raise RunError("the disk is full")
+
+    with pytest.raises(SystemExit) as stop:
+        exit_on_error(command)
+    assert stop.value.code == 1 and capsys.readouterr().err == "error: the disk is full\n"
 
 
 def test_usage_and_help():

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -74,6 +75,16 @@ def test_eight_devices_in_one_process_and_in_two(tmp_path):
         for name in ("loss", "mtp_loss", "balance_loss", "indexer_loss", "grad_norm", "tokens", "lr"):
             np.testing.assert_allclose([b[name], c[name]], a[name], rtol=2e-4, err_msg=name)
         np.testing.assert_allclose(c["loss"], b["loss"], rtol=1e-5)
+    # What two processes have saved, eight devices in one go on with, and one device too; with other workers.
+    shutil.copytree(tmp_path / "two", tmp_path / "copy")
+    more = ["--train.steps", "6"]
+    finish(start(tmp_path, "eight", *more, *mesh, "--train.cpu-devices", "8"))
+    assert "resumed" in finish(start(tmp_path, "two", *more, *mesh, "--train.cpu-devices", "8"))[0]
+    finish(start(tmp_path, "copy", *more, "--data.workers", "3"))
+    for name in ("two", "copy"):
+        for got, want in zip(metrics(tmp_path / name)[4:], metrics(tmp_path / "eight")[4:], strict=True):
+            assert got["tokens"] == want["tokens"] and got["step"] in (5, 6)
+            np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ RUNS = """
 import dataclasses, os, sys
 import jax, jax.numpy as jnp
 from dsv4_jax.cli import exit_on_error
+from dsv4_jax.data import pipeline
 from dsv4_jax.train import loop
 from dsv4_jax.config import *
 from dsv4_jax.train.loop import run
@@ -53,7 +54,14 @@ if not SOAK:
     loop.make_train_step = make_step
     loop.make_eval_step = lambda cfg: lambda state, batch: (1.0, 1)
 
+def broken(*arguments, calls=iter(range(40)), fill=pipeline.fill):
+    if next(calls, None) is None:
+        raise OSError("the disk is gone")
+    return fill(*arguments)
+
 for line in sys.stdin:
+    if "broken" in line:
+        pipeline.fill = broken
     child = os.fork()
     if not child:
         exit_on_error(lambda: run(config(line.strip()), rich.console.Console(file=sys.stderr)))
@@ -131,6 +139,13 @@ def test_killed_at_random_moments(tmp_path):
     assert statuses.count(-signal.SIGKILL) > 0.9 * KILLS, (statuses, runs.said.read_text()[-2000:])
     runs.start(killed)
     assert runs.status() == 0, runs.said.read_text()[-2000:]
+    # A thread that cannot read ends the run, soon and with one traceback; what was saved stays.
+    runs.start(tmp_path / "broken")
+    began = time.monotonic()
+    assert runs.status() == 1 and time.monotonic() - began < 120
     runs.close()
+    said = runs.said.read_text()
+    assert said.count("OSError: the disk is gone") == 1 and "broken" in said
+    assert any((tmp_path / "broken" / "checkpoints").iterdir())
     assert metrics(killed) == metrics(straight), reached
     assert len({*reached}) > KILLS // 2, reached  # they were different moments

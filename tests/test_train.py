@@ -367,7 +367,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(straight, corpus, tmp_path,
 
 def test_what_changes_at_a_resume_is_said(corpus, tmp_path):
     cfg = config(corpus, tmp_path, 3)
-    train(cfg)
+    said = train(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, profile_steps="2:4")))
+    assert "profile     of steps 2 to 3" in said and list((tmp_path / "profile").rglob("*.xplane.pb"))
     more = dataclasses.replace(cfg.train, steps=4, keep=3)
     said = train(dataclasses.replace(cfg, train=more, data=dataclasses.replace(cfg.data, held_out=0.3)))
     assert "train.keep: 2 before, 3 now" in said and "data.held_out: 0.2 before, 0.3 now" in said

@@ -174,9 +174,18 @@ def _loop(
         Display(console, steps, step) as display,
     ):
         pending: dict[str, Any] | None = None  # the metrics of the last step, which the device still works on
+        profiled = range(*map(int, cfg.train.profile_steps.split(":"))) if cfg.train.profile_steps else range(0)
         while step < steps:
-            state, metrics = train_step(state, place(next(stream)))
+            batch = place(next(stream))
             step += 1
+            if step in profiled and step == profiled[0]:
+                jax.profiler.start_trace(str(run_dir / "profile"))
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, metrics = train_step(state, batch)
+            if step in profiled and step == profiled[-1]:
+                jax.block_until_ready(state)
+                jax.profiler.stop_trace()
+                console.print(f"profile     of steps {profiled[0]} to {step} is in {run_dir / 'profile'}")
             norms = metrics.pop("grad_norms")
             if step == 1:
                 for warning in start_warnings(cfg, jax.device_get(metrics | {"grad_norms": norms}), state.buffers):
