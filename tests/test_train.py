@@ -183,7 +183,7 @@ def batch():
     return {"ids": ids, "segment_ids": segments, "targets": targets, "mtp_targets": targets}
 
 
-@pytest.mark.parametrize("mode", ["dense", "warmup"])
+@pytest.mark.parametrize("mode", [pytest.param("dense", marks=pytest.mark.slow), "warmup"])
 def test_a_stage_trains_exactly_its_parameters(batch, mode, corpus, tmp_path):
     """Indexer warm-up moves the indexer alone; the dense stage's indexer gets no gradient and decays.
 

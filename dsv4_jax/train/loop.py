@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -109,8 +110,8 @@ def _stop_signals() -> Generator[Callable[[int], int]]:
             return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else 0
         return came
 
-    if jax.process_count() > 1:  # jax.distributed has its own handler
-        yield told
+    if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
+        yield told  # jax.distributed has its own handler; other threads may have none
         return
     before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
