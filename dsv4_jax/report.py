@@ -40,6 +40,7 @@ SECTIONS = {
     "Speed and lost steps": {
         "tokens_per_s": ("Speed", "tokens/s"),
         "skipped": ("Skipped steps", "steps so far"),
+        "skipped_records": ("Skipped records", "bad records left out"),
         "rollbacks": ("Rollbacks", "rollbacks so far"),
     },
 }

@@ -11,8 +11,8 @@ from flax import nnx
 from golden_models import position_losses, ruled_model, small_config
 
 import dsv4_jax as ds
-from dsv4_jax.mesh import ensure_mesh
-from dsv4_jax.model.params import HashTable, RouterBias
+from dsv4_jax.mesh import act_spec, ensure_mesh
+from dsv4_jax.model.params import HashTable, RouterBias, linear
 
 IDS = np.random.RandomState(0).randint(0, 64, (2, 9))
 RUN = jax.jit(lambda model: model(IDS))
@@ -145,3 +145,16 @@ def test_without_an_mtp_block(mixed):
 def test_wrong_arguments_are_refused(mixed, arguments: dict, message: str):
     with pytest.raises(ValueError, match=message):
         mixed[0](**arguments)
+
+
+def test_gradients_of_bf16_products_are_summed_in_fp32(fresh):
+    """257 ones: bf16 holds 256 and 258. Kernels, kernels in groups, and rows of the embedding."""
+    place = lambda *shape: jax.reshard(jnp.ones(shape), act_spec(len(shape)))
+    for x, w in ((place(1, 257, 4), jnp.ones((4, 3))), (place(1, 257, 2, 4), jnp.ones((2, 4, 3)))):
+        loss = lambda w, x=x: linear(x, nnx.Param(w), jnp.bfloat16).sum(dtype=jnp.float32)
+        np.testing.assert_array_equal(jax.jit(jax.grad(loss))(w), np.full(w.shape, 257))
+    ids = jax.reshard(jnp.full((1, 257), 5), act_spec(2))
+    grads = jax.jit(jax.grad(lambda model: model._embed(ids, jnp.bfloat16).sum(dtype=jnp.float32), allow_int=True))(
+        fresh
+    )
+    np.testing.assert_array_equal(grads.embed[...][5], np.full(fresh.cfg.dim, 257))

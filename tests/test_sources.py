@@ -145,6 +145,14 @@ def test_tokens_made_ahead_are_those_made_at_the_start(tmp_path, tokenizer, with
             open_source(str(folder), cfg.data, Bytes())
 
 
+def test_no_text_ahead_is_no_text_at_the_start(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    cfg = config(tmp_path / "empty.txt", tmp_path)
+    for _ in range(2):
+        with pytest.raises(ds.ConfigError, match="holds no text"):
+            prepared(cfg)
+
+
 def test_special_tokens_in_a_text_are_text(tokenizer):
     """Or a document could end another one."""
     chosen = load_tokenizer(tokenizer, "<|end|>")

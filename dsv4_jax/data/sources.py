@@ -96,7 +96,7 @@ class Shards:
             )
         self.name, self.skipped, self._type = index["source"], index["skipped"], np.dtype(index["type"])
         self._border, self._folder, self._readers = tokenizer.border, folder, {}
-        tables = []
+        tables = [np.zeros((0, 2), np.uint32)]
         for shard in index["shards"]:
             for suffix, size in ((".array_record", shard["bytes"]), (".npy", shard["table_bytes"])):
                 file = folder / (shard["name"] + suffix)
@@ -105,7 +105,7 @@ class Shards:
                     raise ConfigError(f"{file} has {found:,} bytes, expected {size:,}: it is truncated or replaced")
             tables.append(np.load(folder / (shard["name"] + ".npy"), allow_pickle=False))
         self._names = [shard["name"] for shard in index["shards"]]
-        self._ends = np.cumsum([len(table) for table in tables])
+        self._ends = np.cumsum([len(table) for table in tables[1:]])
         table = np.concatenate(tables)
         self.lengths, self.keys = table[:, 0].astype(np.int64) + 2, table[:, 1].astype(np.uint32)
 
@@ -156,8 +156,7 @@ def tokenized(path: str, cfg: DataConfig, tokenizer: Tokenizer) -> Iterator[tupl
     for record in records(path, cfg.text_field):
         if record.text is None:
             if cfg.on_error == "raise":
-                where = path if path.endswith(record.name.split(":")[0]) else f"{path} ({record.name})"
-                what = f"{where}: record {record.name}: {record.why}"
+                what = f"data.path = {path!r}, record {record.name}: {record.why}"
                 raise ConfigError(f"{what}; data.on_error = 'skip' leaves bad records out")
             yield record, None
         elif record.text:

@@ -156,7 +156,7 @@ def _loop(
             )
         now, new = time.monotonic(), scalars["tokens"]
         tokens += new
-        scalars |= {"tokens": tokens, "tokens_per_s": new / (now - clock)}
+        scalars |= {"tokens": tokens, "tokens_per_s": new / (now - clock), "skipped_records": data.skipped}
         clock = now
         return scalars
 
@@ -176,17 +176,19 @@ def _loop(
     ):
         pending: dict[str, Any] | None = None  # the metrics of the last step, which the device still works on
         profiled = range(*map(int, cfg.train.profile_steps.split(":"))) if cfg.train.profile_steps else range(0)
+        traced = 0  # the first step of a trace that is being made
         while step < steps:
             batch = place(next(stream))
             step += 1
-            if step in profiled and step == profiled[0]:
+            if step in profiled and not traced:
+                traced = step
                 jax.profiler.start_trace(str(run_dir / "profile"))
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, metrics = train_step(state, batch)
-            if step in profiled and step == profiled[-1]:
+            if step in profiled and step in (profiled[-1], steps):
                 jax.block_until_ready(state)
                 jax.profiler.stop_trace()
-                console.print(f"profile     of steps {profiled[0]} to {step} is in {run_dir / 'profile'}")
+                console.print(f"profile     of steps {traced} to {step} is in {run_dir / 'profile'}")
             norms = metrics.pop("grad_norms")
             if step == 1:
                 for warning in start_warnings(cfg, jax.device_get(metrics | {"grad_norms": norms}), state.buffers):
