@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-NOT_CONFIGURATION = ("weight_seed", "ids_seed", "seq_len", "grad_norms", "tensors")
+NOT_CONFIGURATION = (
+    *("weight_seed", "ids_seed", "seq_len", "grad_norms", "tensors"),
+    *("image", "token_map", "engram_primes", "engram_multipliers"),
+)
 
 
 def read(name: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, np.ndarray]]:
@@ -32,11 +35,11 @@ def _tensor(name: str, shape: list[int], spec: dict[str, Any]) -> np.ndarray:
         k = spec["n_activated_experts"]
         return np.stack([r.permutation(spec["n_routed_experts"])[:k] for _ in range(shape[0])])
     x = r.standard_normal(shape)
-    if path and "norm" in path[-1]:
+    if (path and "norm" in path[-1]) or last in ("q_weight", "k_weight"):
         x = 1 + 0.1 * x
-    elif name.endswith("gate.bias"):
+    elif name.endswith(("gate.bias", "gate.bias_vl")):
         x = 0.1 * x
-    elif len(shape) == 1 or last == "ape" or "embed" in name:
+    elif len(shape) == 1 or last == "ape" or ("embed" in name and "patch_embed" not in name):
         x = 0.5 * x
     else:
         x = x * 1.5 / np.sqrt(shape[-1])

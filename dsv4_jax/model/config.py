@@ -32,7 +32,6 @@ class LayerSpec:
         engram: number of the layer's Engram, -1 without.
         candidates: makes the pool that later indexers select from (`source`), or selects from it (`user`).
         decoder: lies in the causal decoder, from the last layer that makes entries on (V4.1 section 2.2).
-        tapped: the draft blocks read the streams that enter the layer.
     """
 
     mode: Mode
@@ -41,7 +40,6 @@ class LayerSpec:
     engram: int = -1
     candidates: Literal["", "source", "user"] = ""
     decoder: bool = False
-    tapped: bool = False
 
     @property
     def indexed(self) -> bool:
@@ -333,7 +331,6 @@ class ModelConfig(Section):
             engram=self.engram_layer_ids.index(i) if i in self.engram_layer_ids else -1,
             candidates=candidates,
             decoder=bool(self.kv_source_layers) and i >= self.kv_source_layers[-1],
-            tapped=i in self.dspark_target_layer_ids,
         )
 
 
