@@ -133,7 +133,7 @@ class Golden:
 
 def _objective(graph, params, rest, ids, segment_ids, losses: Losses):
     model = nnx.merge(graph, params, rest)
-    out = model.features(ids, segment_ids, streams=True)
+    out = model.features(ids, segment_ids, collect=("streams",))
     head = whole(model.head)
     logits, mtp = head_logits(out.h, head), head_logits(out.mtp, head)
     loss = (position_losses(logits, losses.targets) * losses.ce).sum()

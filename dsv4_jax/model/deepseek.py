@@ -13,15 +13,17 @@ from flax import nnx
 from dsv4_jax.mesh import act_spec, ensure_mesh, on_cpu, row_spec
 from dsv4_jax.model import hyper
 from dsv4_jax.model.attention import tables
-from dsv4_jax.model.block import MTP, Block
+from dsv4_jax.model.block import MTP, Block, Stack, Tokens, collapsed, stack
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.params import Params, rms_norm, whole
 from dsv4_jax.model.plan import plan
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.ops.documents import next_ids
+from dsv4_jax.ops.indexer import in_blocks
 from dsv4_jax.optim import Role
 
-COLLECTABLE = ("streams", "topk", "router_scores")
+COLLECTABLE = ("streams", "pre_mix", "topk", "candidates", "router_scores", "features", "vision")
+_TOLD = ("experts", "load", "balance", "indexer")  # what every layer tells, whatever is collected
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +61,7 @@ class Output:
 
 
 class DeepSeek(nnx.Module):
-    """A DeepSeek-V4 language model; a pytree of parameters under the official names."""
+    """A DeepSeek language model; a pytree of parameters under the official names."""
 
     def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -78,7 +80,8 @@ class DeepSeek(nnx.Module):
                     )
                 )
             self.mtp = nnx.List([MTP(cfg, make) for _ in range(cfg.n_mtp_layers)])
-            self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.head(make, cfg)
+            if not cfg.hc_single_pass:
+                self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.head(make, cfg)
             self.norm = make.ones(("norm", cfg.dim))
             self.head = make.kernel(dim, vocab, role=Role("table", rows=-1))
 
@@ -86,6 +89,10 @@ class DeepSeek(nnx.Module):
         self,
         ids: jax.Array,
         segment_ids: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+        patches: jax.Array | None = None,
+        image_grids: jax.Array | None = None,
+        engram_rows: jax.Array | None = None,
         forced_experts: Sequence[jax.Array] | None = None,
         collect: Sequence[str] = (),
     ) -> Output:
@@ -95,10 +102,18 @@ class DeepSeek(nnx.Module):
             ids: token ids.
             segment_ids: int [B, S]; documents of packed rows are 1, 2, ... and padding is 0. One
                 document a row if absent.
+            token_types: int [B, S]: -1 text, and inside images 0 start, 1 image, 2 end of a line, 3 end.
+            patches: float [P, 3, p, p], all images' patches one after another in reading order.
+            image_grids: int [images, 4]: row, position of the start, rows and columns of patches; a line
+                without patch rows is padding.
+            engram_rows: int32 [B, S, Engrams, columns], rows of the Engrams' tables; from `ids` if absent.
             forced_experts: for every layer int [B, S, k], laid out like `Output.experts`: replaces
                 the choice of learned layers, whose weights still come from the current scores.
-            collect: names of what to return of every layer: `streams` [B, S, N, D] after it, `topk`
-                [B, S, k] entries its indexer selected (-1: none), `router_scores` [B, S, E].
+            collect: names of what to return of every layer: `streams` [B, S, N, D] after it; `pre_mix`
+                [B, S, N], the input mix it hands on; `topk` [B, S, k], the entries its indexer selected
+                in order (-1: none); `candidates` bool [B, S, M], the pool it made; `router_scores`
+                [B, S, E]; `features` [B, S, D], what the draft blocks read of it. And `vision`: the
+                outputs of the tower [P, width] and of the aligner [image tokens, D].
 
         Raises:
             ValueError: for an argument of the wrong shape or an unknown name in `collect`.
@@ -106,13 +121,22 @@ class DeepSeek(nnx.Module):
         if unknown := set(collect) - set(COLLECTABLE):
             raise ValueError(f"cannot collect {sorted(unknown)}, expected names among {COLLECTABLE}")
         with ensure_mesh():
-            out = self.features(ids, segment_ids, forced_experts=forced_experts, streams="streams" in collect)
+            out = self.features(
+                ids,
+                segment_ids,
+                token_types=token_types,
+                patches=patches,
+                image_grids=image_grids,
+                engram_rows=engram_rows,
+                forced_experts=forced_experts,
+                collect=collect,
+            )
             layers = out.layers[: self.cfg.n_layers]
             return Output(
                 logits=head_logits(out.h, whole(self.head)),
                 mtp_logits=None if out.mtp is None else head_logits(out.mtp, whole(self.head)),
                 experts=[told["experts"] for told in layers],
-                collected={name: [told.get(name) for told in layers] for name in collect},
+                collected={name: [self._collected(name, i, told) for i, told in enumerate(layers)] for name in collect},
             )
 
     def features(
@@ -121,48 +145,72 @@ class DeepSeek(nnx.Module):
         segment_ids: jax.Array | None = None,
         *,
         following: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+        patches: jax.Array | None = None,
+        image_grids: jax.Array | None = None,
+        engram_rows: jax.Array | None = None,
+        replay_starts: jax.Array | None = None,
         forced_experts: Sequence[jax.Array] | None = None,
-        streams: bool = False,
+        collect: Sequence[str] = (),
         with_mtp: bool = True,
     ) -> Features:
         """Features for the head, and what the layers tell.
 
         Args:
-            ids, segment_ids, forced_experts: as for a call.
             following: int [B, S], the token after each one, which the MTP block reads. If absent it
                 is taken from `ids` inside each document (after the last comes the first).
-            streams: also tell the `streams` after each layer.
+            replay_starts: int [B, S], the row position at which the decoder begins for a token's document:
+                the windows of decoder layers see nothing before it (bounded replay, V4.1 section 3.2.2).
+                Without it they see the whole document.
             with_mtp: run the MTP block, if there is one.
+            others: as for a call.
         """
         cfg = self.cfg
         ids, segment_ids, forced_experts = self._checked(ids, segment_ids, forced_experts)
-        at = tables(cfg, jax.reshard(segment_ids, row_spec(2)))
+        whole_rows = lambda x: None if x is None else jax.reshard(jnp.asarray(x), row_spec(2))
+        at = tables(cfg, whole_rows(segment_ids), whole_rows(replay_starts))
         mtp_blocks = list(self.mtp) if with_mtp else []
         if following is None and mtp_blocks:
             shift = jax.shard_map(next_ids, in_specs=row_spec(2), out_specs=row_spec(2))
             following = jax.reshard(shift(jax.reshard(ids, row_spec(2)), at.docs), act_spec(2))
         dtype = _dtype(cfg)
-        e = self._embed(ids, dtype)
-        x_BSND = jnp.broadcast_to(e[:, :, None], (*e.shape[:2], cfg.hc_mult, cfg.dim))
+        tokens = Tokens(ids, at)
+        down = stack(cfg, self._embed(ids, dtype), dtype)
+        kept = {*_TOLD, *collect} | ({"entering"} if "features" in collect else set())
 
-        def layer(block: Block, x_BSND: jax.Array, forced: jax.Array | None):
-            x_BSND, told = block(x_BSND, ids, at, dtype, forced)
-            return x_BSND, (told | {"streams": x_BSND} if streams else told)
+        def layer(block: Block, down: Stack, forced: jax.Array | None):
+            down, told = block(down, tokens, dtype, forced)
+            return down, {name: x for name, x in (told | {"streams": down.x_BSND}).items() if name in kept}
 
         layers: list[Any] = [None] * cfg.n_layers
         for group, blocks in zip(self.plan, self.groups, strict=True):
-            x_BSND, told = _scan(layer, cfg.remat, x_BSND, list(blocks), _forced(forced_experts, group))
+            down, told = _scan(layer, cfg.remat, down, list(blocks), _forced(forced_experts, group))
             for j in range(group.period):
                 for r, i in enumerate(group.layers(j)):
                     layers[i] = jax.tree.map(lambda a, r=r: a[r], told[j])
-        h = hyper.collapse_head(x_BSND, self.hc_head_fn, self.hc_head_base, self.hc_head_scale, cfg)
         mtp = None
         for block in mtp_blocks:
             assert following is not None  # made above
             predict = _remat(functools.partial(MTP.predict, dtype=dtype), cfg.remat)
-            mtp, told = predict(block, x_BSND, self._embed(following, dtype), ids, at)
+            mtp, told = predict(block, down.x_BSND, self._embed(following, dtype), tokens)
             layers.append(told)
-        return Features(rms_norm(h, cfg.norm_eps, self.norm), mtp, layers)
+        return Features(rms_norm(collapsed(self, down), cfg.norm_eps, self.norm), mtp, layers)
+
+    def _collected(self, name: str, i: int, told: dict[str, jax.Array]) -> jax.Array | None:
+        """What layer i tells under a collectable name."""
+        cfg = self.cfg
+        if name == "features":
+            return told["entering"] if i in cfg.dspark_target_layer_ids else None
+        if name not in told:
+            return None
+        if name == "topk":
+            none = jnp.iinfo(jnp.int32).max  # comes last
+            entries = jnp.sort(jnp.where(told[name] < 0, none, told[name]))
+            return jnp.where(entries == none, -1, entries)
+        if name == "candidates":
+            M = told[name].shape[1] // cfg.compress_ratios[i]
+            return in_blocks(told[name], M, cfg.candidate_block_size)
+        return told[name]
 
     def layers_of(self, path: tuple[Any, ...]) -> range:
         """Numbers of the layers that the variable at `path` belongs to: several if they are stacked.
@@ -219,15 +267,15 @@ def _remat(layer, remat: str):
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
 
 
-def _scan(layer, remat: str, x_BSND: jax.Array, blocks: list[Block], forced: list[jax.Array | None]):
+def _scan(layer, remat: str, down: Stack, blocks: list[Block], forced: list[jax.Array | None]):
     """Runs a group: a scan over its repeats, whose body runs the layers of the period in order."""
     layer = _remat(layer, remat)
 
-    def body(x_BSND, xs):
+    def body(down, xs):
         told = []
         for block, forced_BSk in zip(*xs, strict=True):
-            x_BSND, t = layer(block, x_BSND, forced_BSk)
+            down, t = layer(block, down, forced_BSk)
             told.append(t)
-        return x_BSND, told
+        return down, told
 
-    return jax.lax.scan(body, x_BSND, (blocks, forced))
+    return jax.lax.scan(body, down, (blocks, forced))
