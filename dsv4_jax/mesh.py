@@ -7,6 +7,7 @@ a function is traced, also on one device, where the mesh is 1 x 1 x 1.
 """
 
 import contextlib
+import math
 import os
 from typing import Any
 
@@ -18,8 +19,8 @@ from dsv4_jax.validate import ConfigError
 AXES = ("data", "expert", "context")
 BATCH = ("data", "expert")
 
-# Logical axis of a parameter -> mesh axis. Axes that are not named here are never split.
-RULES = {"embed": "data", "experts": "expert", "heads": "data", "vocab": "data"}
+# Logical axis of a parameter -> mesh axes. Axes that are not named here are never split.
+RULES = {"embed": ("data",), "experts": ("expert",), "heads": ("data",), "vocab": ("data",), "rows": AXES}
 
 
 def make_mesh(data: int = 1, expert: int = 1, context: int = 1) -> jax.sharding.Mesh:
@@ -108,15 +109,16 @@ def on_cpu() -> bool:
 def param_spec(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.P:
     """Where a parameter lives: `RULES` applied to its logical axes, each mesh axis once.
 
-    An axis that its mesh axis does not divide is replicated.
+    An axis that its mesh axes do not divide is split over the first of them that do, or replicated.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
-    spec: list[str | None] = []
+    spec: list[tuple[str, ...]] = []
     for axis, size in zip(axes, shape, strict=True):
-        mesh_axis = RULES.get(axis)
-        free = mesh_axis is not None and mesh_axis not in spec
-        spec.append(mesh_axis if free and size % sizes[mesh_axis] == 0 else None)
-    return jax.P(*spec)
+        names = RULES.get(axis, ())
+        while names and (size % math.prod(sizes[name] for name in names) or any(set(names) & set(s) for s in spec)):
+            names = names[:-1]
+        spec.append(names)
+    return jax.P(*(names if len(names) > 1 else next(iter(names), None) for names in spec))
 
 
 def act_spec(rank: int) -> jax.P:

@@ -99,10 +99,11 @@ def describe_placement(cfg: Config) -> list[str]:
         x, name = v.get_value(), str(path[-1])
         key = (x.shape, x.sharding.spec, x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)))
         alike.setdefault(key, []).append(name)
+        split = {mesh_axis for s in x.sharding.spec if s for mesh_axis in ((s,) if isinstance(s, str) else s)}
         for axis, size in zip(v.axes, x.shape, strict=True):
-            mesh_axis = RULES.get(axis)
-            if mesh_axis and mesh_axis not in x.sharding.spec and size % sizes[mesh_axis]:
-                why = f"{axis} = {size} is not a multiple of mesh.{mesh_axis} = {sizes[mesh_axis]}"
+            names, count = RULES.get(axis, ()), math.prod(sizes[mesh_axis] for mesh_axis in RULES.get(axis, ()))
+            if names and not split.issuperset(names) and size % count:
+                why = f"{axis} = {size} is not a multiple of mesh.{' x mesh.'.join(names)} = {count}"
                 whole.setdefault(why, []).append(name)
     rows = [("shape", "spec", "bytes per device", "parameters")]
     for (shape, spec, size), names in sorted(alike.items(), key=lambda item: -item[0][2] * len(item[1])):

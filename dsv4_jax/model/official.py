@@ -3,7 +3,7 @@
 
 A parameter's path is its official name, but that a group of scanned layers is one module (its first
 axis is the layer) and that a layer's experts are one array. Kernels are transposed; a stack of groups
-(`wo_a`) is rows below rows.
+(`wo_a`) is rows below rows. Spare rows of a table and the token map are this program's own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,9 @@ import numpy as np
 from flax import nnx
 
 from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.model.params import TokenMap
 
-_Tensors = list[tuple[str, tuple[int, ...]]]
+_Tensors = list[tuple[str, tuple[int | slice, ...]]]
 
 
 def _walk(model: DeepSeek, tree: Any) -> Iterator[tuple[Any, _Tensors]]:
@@ -23,6 +24,8 @@ def _walk(model: DeepSeek, tree: Any) -> Iterator[tuple[Any, _Tensors]]:
     the tensors it holds and the index of each in its value."""
     path: tuple[Any, ...]
     for path, variable in nnx.to_flat_state(nnx.state(tree) if isinstance(tree, nnx.Module) else tree):
+        if isinstance(variable, TokenMap):
+            continue
         tensors: _Tensors = [(".".join(map(str, path)) + variable.suffix, ())]
         if path[0] == "groups":
             name = ".".join(map(str, path[3:])) + variable.suffix
@@ -30,6 +33,9 @@ def _walk(model: DeepSeek, tree: Any) -> Iterator[tuple[Any, _Tensors]]:
         if "experts" in variable.axes:
             n = variable.get_value().shape[variable.axes.index("experts")]
             tensors = [(t.replace(".experts.", f".experts.{e}."), (*i, e)) for t, i in tensors for e in range(n)]
+        if "rows" in variable.axes:
+            n = variable.get_value().shape[variable.axes.index("rows")] - variable.spare
+            tensors = [(t, (*i, slice(n))) for t, i in tensors]
         yield variable, tensors
 
 
@@ -59,7 +65,7 @@ def official_shapes(model: DeepSeek) -> dict[str, tuple[int, ...]]:
     """Official names and shapes; `model` may be abstract (from `jax.eval_shape`)."""
     shapes = {}
     for variable, held in _walk(model, model):
-        shape = variable.get_value().shape[len(held[0][1]) :]
+        shape = np.broadcast_to(0, variable.get_value().shape)[held[0][1]].shape
         if variable.transposed:
             *stack, rows, columns = shape
             shape = (int(np.prod(stack)) * columns, rows)
@@ -91,7 +97,7 @@ def load_official(model: DeepSeek, tensors: Mapping[str, Any]) -> None:
         raise ValueError(f"these tensors do not fit the model:\n  {shown}{more}")
     for variable, held in _walk(model, model):
         old = variable.get_value()
-        new = np.empty(old.shape, old.dtype)
+        new = np.zeros(old.shape, old.dtype)
         for name, index in held:
             tensor = np.asarray(tensors[name])
             if variable.transposed:

@@ -37,6 +37,10 @@ class HashTable(nnx.Variable):
     """Experts of every token id in a hash-routed layer: int32, saved, never trained."""
 
 
+class TokenMap(nnx.Variable):
+    """Number of every token id in n-grams: int32, saved, never trained, in no official checkpoint."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Params:
     """Makes the parameters of modules that are stacked `layers` times for a scan (0: not stacked)."""
@@ -49,13 +53,13 @@ class Params:
         """A stack of matrices, axes given as (name, size) with input and output last."""
         return self._normal(axes, suffix, role, transposed=True)
 
-    def table(self, *axes: tuple[str, int]) -> nnx.Param:
-        """A table that is looked up by its first axis."""
-        return self._normal(axes, WEIGHT, Role("table"), transposed=False)
+    def table(self, *axes: tuple[str, int], role: Role = Role("table"), spare: int = 0) -> nnx.Param:
+        """A table that is looked up by its first axis, whose last `spare` rows are in no official tensor."""
+        return self._normal(axes, WEIGHT, role, transposed=False, spare=spare)
 
-    def ones(self, *axes: tuple[str, int]) -> nnx.Param:
+    def ones(self, *axes: tuple[str, int], suffix: str = WEIGHT, role: Role = Role("norm")) -> nnx.Param:
         """A norm weight."""
-        return self._full(1.0, axes, WEIGHT, Role("norm"))
+        return self._full(1.0, axes, suffix, role)
 
     def full(self, value: float, *axes: tuple[str, int], kind: type = nnx.Param):
         """A tensor that starts constant."""
@@ -78,10 +82,10 @@ class Params:
             kind, jnp.full(shape, value, jnp.float32), names, suffix=suffix, transposed=False, role=role
         )
 
-    def _normal(self, axes: tuple[tuple[str, int], ...], suffix: str, role: Role, transposed: bool) -> nnx.Param:
+    def _normal(self, axes: tuple[tuple[str, int], ...], suffix: str, role: Role, **declared: Any) -> nnx.Param:
         names, shape = self._stacked(axes)
         value = self.std * jax.random.normal(self.rngs.params(), shape)
-        return self._variable(nnx.Param, value, names, suffix=suffix, transposed=transposed, role=role)
+        return self._variable(nnx.Param, value, names, suffix=suffix, role=role, **declared)
 
     @staticmethod
     def _variable(kind: type, value: jax.Array, names: tuple[str, ...], **declared: Any):

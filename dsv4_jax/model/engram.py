@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engram: a memory of n-grams, looked up before some layers and added to their streams (V4.1 section 2.4.2).
+
+Letters: B rows, S positions, N streams, D width, L Engrams, C tables of an Engram, R rows of all its tables,
+K width of a row.
+"""
+
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dsv4_jax.mesh import act_spec, row_spec
+from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.model.params import Params, TokenMap, linear, saved, whole
+from dsv4_jax.model.token_map import numbers_of, token_map
+from dsv4_jax.ops.documents import Documents
+from dsv4_jax.ops.lookup import lookup
+from dsv4_jax.ops.ngrams import Hashing, hashing, ngram_rows
+from dsv4_jax.optim import MatrixSpec, Role
+
+PART = "engram"  # of the optimizer: has a factor on the learning rate
+
+
+def hashing_of(cfg: ModelConfig) -> Hashing:
+    """The constants of all the model's n-gram hashes.
+
+    Raises:
+        ConfigError: if they give other sizes than the configuration states, or too many rows.
+    """
+    found = hashing(
+        cfg.engram_layer_ids,
+        cfg.engram_max_ngram_size,
+        cfg.engram_n_heads,
+        cfg.engram_vocab_size,
+        numbers_of(cfg),
+    )
+    stated = cfg.engram_num_embeddings
+    cfg.need("engram_num_embeddings", stated in ((), found.rows), f"must be {found.rows}, as the keys before say")
+    return found
+
+
+def spare_rows(rows: int) -> int:
+    """Rows, never read, that follow a table's own so that many numbers of devices divide it.
+
+    The stored rows are a multiple of 3 x 2^k for the largest k up to 12 that adds no more than a thousandth,
+    whatever the mesh: a checkpoint fits any.
+    """
+    multiples = (3 << k for k in range(12, -1, -1) if (3 << k) * 1000 <= rows)
+    return -rows % next(multiples, 1)
+
+
+def token_map_of(cfg: ModelConfig, make: Params) -> TokenMap | None:
+    """The model's token map; None without Engrams, or where `token_map` gives none."""
+    found = token_map(cfg) if cfg.engram_layer_ids else None
+    return None if found is None else make.buffer(TokenMap, jnp.asarray(found), "tokens")
+
+
+def engram_rows(
+    cfg: ModelConfig, numbers_V: TokenMap | None, ids_BS: jax.Array, text_BS: jax.Array, docs: Documents
+) -> jax.Array:
+    """Table rows that every token reads before every Engram's layer, int32 [B, S, L, C].
+
+    Args:
+        cfg: the model.
+        numbers_V: its token map.
+        ids_BS: token ids.
+        text_BS: whether a token is text, neither of an image nor padding.
+        docs: document borders.
+
+    Raises:
+        ValueError: without a token map.
+    """
+    if numbers_V is None:
+        raise ValueError(
+            f"model.engram_token_map = 'identity' gives {cfg.vocab_size} numbers, but "
+            f"model.engram_compressed_vocab_size = {cfg.engram_compressed_vocab_size}: name the tokenizer.json in "
+            f"model.engram_token_map, or pass engram_rows"
+        )
+
+    def rows(numbers_V: jax.Array, *batch) -> jax.Array:
+        ids_BS, text_BS, docs = batch
+        return ngram_rows(hashing_of(cfg), numbers_V[ids_BS], numbers_V[cfg.engram_pad_id], text_BS, docs)
+
+    batch = jax.tree.map(lambda a: jax.reshard(a, row_spec(2)), (ids_BS, text_BS, docs))
+    find = jax.shard_map(rows, in_specs=(jax.P(), *[row_spec(2)] * 3), out_specs=row_spec(4))
+    return jax.reshard(find(numbers_V[...], *batch), act_spec(4))
+
+
+class Engram(nnx.Module):
+    """The memory before one layer: a table of n-grams, keys that gate it and values that it adds."""
+
+    def __init__(self, cfg: ModelConfig, make: Params, number: int):
+        self.cfg = cfg
+        N, D, K = cfg.hc_mult, cfg.dim, cfg.engram_head_dim
+        at = hashing_of(cfg)
+        rows, C = at.rows[number], at.primes_LC.shape[1]
+        spare = spare_rows(rows)
+        self.embed = make.table(("rows", rows + spare), ("head_dim", K), role=Role("table", part=PART), spare=spare)
+        # A key projection for every stream and one for the value.
+        maps = Role("matrix", MatrixSpec(output_split=N + 1), part=PART)
+        self.wkv = make.kernel(("heads", C * K), ("streams", (N + 1) * D), role=maps)
+        gains = Role("norm", part=PART)
+        self.q_weight = make.ones(("streams", N), ("norm", D), suffix="", role=gains)
+        self.k_weight = make.ones(("streams", N), ("norm", D), suffix="", role=gains)
+
+    def __call__(self, x_BSND: jax.Array, rows_BSC: jax.Array, text_BS: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """The streams with what is remembered of the n-grams in `rows`; as they were where not `text`."""
+        N, D = x_BSND.shape[2:]
+        with jax.named_scope("lookup"):
+            e_BSI = saved(self._read(rows_BSC, text_BS, dtype))
+        kv = linear(e_BSI, self.wkv, dtype)
+        key_BSND = kv[..., : N * D].reshape(x_BSND.shape)
+        value_BSD = kv[..., N * D :]
+        gain_ND = whole(self.q_weight) * whole(self.k_weight)
+        gate_BSN = gates(x_BSND, key_BSND, gain_ND, self.cfg.norm_eps)
+        gate_BSN = jnp.where(text_BS[..., None], gate_BSN, 0.0)
+        memory = jnp.einsum("bsn,bsd->bsnd", gate_BSN, value_BSD.astype(jnp.float32))
+        return (x_BSND + memory).astype(x_BSND.dtype)
+
+    def _read(self, rows_BSC: jax.Array, text_BS: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """The rows of each token side by side, [B, S, C K]; zeros where not `text`."""
+        table = self.embed[...]
+        rows_BSC = jnp.where(text_BS[..., None], rows_BSC, len(table))
+        spec = jax.typeof(table).sharding.spec
+        axes = (spec[0],) if isinstance(spec[0], str) else tuple(spec[0] or ())
+
+        def read(table_RK: jax.Array, rows_BSC: jax.Array) -> jax.Array:
+            B, S, _ = rows_BSC.shape
+            return lookup(table_RK, rows_BSC.reshape(-1), axes, dtype).reshape(B, S, -1)
+
+        return jax.shard_map(read, in_specs=(spec, act_spec(3)), out_specs=act_spec(3))(table, rows_BSC)
+
+
+def gates(x_BSND: jax.Array, key_BSND: jax.Array, gain_ND: jax.Array, eps: float) -> jax.Array:
+    """How far each stream takes what is remembered, fp32 [B, S, N]: sigmoid of the signed root of q k / sqrt(D).
+
+    q and k are stream and key after RMSNorm; `gain` is the product of the two norms' weights. The root's
+    slope is 0 below |q k| = 1e-6 sqrt(D), so that the gradient is finite at q k = 0 and at a key of zeros.
+    """
+    x, key = x_BSND.astype(jnp.float32), key_BSND.astype(jnp.float32)
+    scale = lambda a: jax.lax.rsqrt((a * a).mean(-1) + eps)
+    dot = (x * key * gain_ND).sum(-1) * scale(x) * scale(key) / np.sqrt(x.shape[-1])
+    return jax.nn.sigmoid(jnp.sign(dot) * jnp.sqrt(jnp.maximum(jnp.abs(dot), 1e-6)))

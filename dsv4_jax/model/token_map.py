@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which token ids count as the same in an n-gram (V4.1 section 2.4.2)."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+
+from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.validate import ConfigError
+
+UNDECODABLE = "\ufffd"
+SPACE = "\ue000"  # of Unicode's private use: stands for a space where spaces are cut off
+
+
+def token_map(cfg: ModelConfig) -> np.ndarray | None:
+    """Number of every token id, int32 [vocab], by `engram_token_map`.
+
+    None for `identity` where numbers and ids are not equally many, as in an official configuration without
+    its tokenizer: the n-grams' rows must come with the batch then.
+
+    Raises:
+        ConfigError: if the file cannot be used or does not fit the vocabulary.
+    """
+    source, numbers = cfg.engram_token_map, numbers_of(cfg)
+    if source == "identity":
+        return np.arange(cfg.vocab_size, dtype=np.int32) if numbers == cfg.vocab_size else None
+    if source.endswith(".npy"):
+        return _from_array(source, cfg.vocab_size, numbers)
+    return _from_tokenizer(cfg, numbers)
+
+
+def numbers_of(cfg: ModelConfig) -> int:
+    """How many numbers the token map gives."""
+    return cfg.engram_compressed_vocab_size or cfg.vocab_size
+
+
+def _from_array(path: str, vocab: int, numbers: int) -> np.ndarray:
+    key = f"model.engram_token_map = {path!r}"
+    try:
+        found = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key} is no array: {error}") from error
+    if found.shape != (vocab,) or not np.issubdtype(found.dtype, np.integer):
+        want = f"integers [{vocab}], a number for each token id"
+        raise ConfigError(f"{key} must hold {want}; found {found.dtype}{list(found.shape)}")
+    low, high = int(found.min()), int(found.max())
+    if low < 0 or high >= numbers:
+        raise ConfigError(f"{key} must hold numbers from 0 to {numbers - 1}; found {low} to {high}")
+    return found.astype(np.int32)
+
+
+def _from_tokenizer(cfg: ModelConfig, numbers: int) -> np.ndarray:
+    """Numbers in the order in which new keys appear; ids past the tokenizer's own are as the padding's."""
+    path = cfg.engram_token_map
+    key = f"model.engram_token_map = {path!r}"
+    if importlib.util.find_spec("tokenizers") is None:
+        raise ConfigError(f"{key} needs a library: pip install 'dsv4_jax[text]'")
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(Path(path).read_text())
+    except Exception as error:  # the library raises bare Exceptions
+        raise ConfigError(f"{key} is no tokenizer.json: {error}") from error
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    if not cfg.engram_pad_id < size <= cfg.vocab_size:
+        limits = f"more than engram_pad_id = {cfg.engram_pad_id} and at most vocab_size = {cfg.vocab_size}"
+        raise ConfigError(f"{key} has {size} tokens, expected {limits}")
+    seen: dict[str, int] = {}
+    found = np.array([seen.setdefault(k, len(seen)) for k in _keys(tokenizer, size)], np.int32)
+    if len(seen) != numbers:
+        raise ConfigError(
+            f"{key} gives {len(seen)} numbers, but model.engram_compressed_vocab_size = "
+            f"{cfg.engram_compressed_vocab_size} stands for {numbers}"
+        )
+    return np.concatenate([found, np.full(cfg.vocab_size - size, found[cfg.engram_pad_id], np.int32)])
+
+
+def _keys(tokenizer, size: int) -> list[str]:
+    """What decides whether tokens are the same: their text without case, accents and repeated or outer spaces.
+
+    A token that is no text of its own, as a part of a character, is like no other.
+    """
+    from tokenizers import Regex, normalizers
+
+    plain = normalizers.Sequence(
+        [
+            normalizers.NFKC(),
+            normalizers.NFD(),
+            normalizers.StripAccents(),
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(r"[ \t\r\n]+"), " "),
+            normalizers.Replace(Regex(r"^ $"), SPACE),
+            normalizers.Strip(),
+            normalizers.Replace(SPACE, " "),
+        ]
+    )
+    texts = [tokenizer.decode([i], skip_special_tokens=False) for i in range(size)]
+    return [
+        tokenizer.id_to_token(i) if UNDECODABLE in text else plain.normalize_str(text) or text
+        for i, text in enumerate(texts)
+    ]

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a table that is split over devices by rows: every id goes to the device that owns its row.
+
+Inside `shard_map`. Ids travel in rounds of a fixed room for each pair of devices, so that memory does not
+grow with skew: any ids give the right rows, very uneven ones take more rounds. Letters: N ids of this
+device, R rows that it owns, K width, P devices, C room.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.mesh import varying
+
+Axes = tuple[str, ...]
+
+
+def lookup(table_RK: jax.Array, ids_N: jax.Array, axes: Axes, dtype: jnp.dtype) -> jax.Array:
+    """Rows [N, K] in `dtype` of a table whose rows are split over mesh `axes`, in their order.
+
+    An id past the end reads zeros and has no gradient. The gradient of the device's own rows is one dense
+    fp32 array, to which only the rows that were read are added, in fp32 however often.
+    """
+    if not axes or jax.lax.axis_size(axes) == 1:
+        return _own(table_RK, ids_N, dtype)
+    return _exchanged(table_RK, ids_N, axes, dtype)
+
+
+def _own(table_RK: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return table_RK.at[ids].get(mode="fill", fill_value=0).astype(dtype)
+
+
+class _Requests(NamedTuple):
+    """This device's ids in the order of their owners.
+
+    Attributes:
+        order_N: place of each among the device's ids.
+        row_N: its row at its owner, in the device's own order.
+        first_P: where each owner's ids start in that order.
+        count_P: how many it has.
+        rounds: how often everybody sends.
+        room: ids that one device sends another in a round.
+        rows: rows of an owner.
+        axes: the devices' mesh axes.
+    """
+
+    order_N: jax.Array
+    row_N: jax.Array
+    first_P: jax.Array
+    count_P: jax.Array
+    rounds: jax.Array
+    room: int
+    rows: int
+    axes: Axes
+
+    def round(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Places [P, C] of the ids to send to every device, N where none is, and rows [P, C] that others ask for."""
+        number_C = i * self.room + jnp.arange(self.room)
+        used_PC = number_C < self.count_P[:, None]
+        N = self.order_N.size
+        place_PC = self.order_N.at[jnp.where(used_PC, self.first_P[:, None] + number_C, N)].get(
+            mode="fill", fill_value=N
+        )
+        row_PC = self.row_N.at[place_PC].get(mode="fill", fill_value=self.rows)
+        return place_PC, self.swap(row_PC)
+
+    def swap(self, x_PC: jax.Array) -> jax.Array:
+        """What every device has for this one, from what this one has for every device."""
+        return jax.lax.all_to_all(x_PC, self.axes, 0, 0, tiled=True)
+
+
+def _requests(ids_N: jax.Array, rows: int, axes: Axes) -> _Requests:
+    P, N = jax.lax.axis_size(axes), ids_N.size
+    owner_N, row_N = jnp.divmod(ids_N, rows)
+    count_P = varying(jnp.zeros(P, jnp.int32), ids_N).at[owner_N].add(1, mode="drop")
+    room = -(-2 * N // P)  # twice an even share
+    everyone = tuple(jax.typeof(ids_N).manual_axis_type.varying)
+    rounds = jax.lax.pmax(-(-count_P.max() // room), everyone)
+    first_P = jnp.cumsum(count_P) - count_P
+    return _Requests(jnp.argsort(owner_N), row_N, first_P, count_P, rounds, room, rows, axes)
+
+
+def _loop(requests: _Requests, step: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, requests.rounds, lambda i, x: step(x, *requests.round(i)), x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _exchanged(table_RK: jax.Array, ids_N: jax.Array, axes: Axes, dtype: jnp.dtype) -> jax.Array:
+    requests = _requests(ids_N, len(table_RK), axes)
+
+    def step(y_NK: jax.Array, place_PC: jax.Array, row_PC: jax.Array) -> jax.Array:
+        return y_NK.at[place_PC].set(requests.swap(_own(table_RK, row_PC, dtype)), mode="drop")
+
+    y_NK = jnp.zeros((ids_N.size, table_RK.shape[1]), dtype)
+    return _loop(requests, step, varying(y_NK, ids_N, table_RK))
+
+
+def _forward(table_RK, ids_N, axes, dtype):
+    return _exchanged(table_RK, ids_N, axes, dtype), (table_RK, ids_N)
+
+
+def _backward(axes, dtype, residuals, dy_NK):
+    table_RK, ids_N = residuals
+    requests = _requests(ids_N, len(table_RK), axes)
+
+    def step(d_RK: jax.Array, place_PC: jax.Array, row_PC: jax.Array) -> jax.Array:
+        dy_PCK = requests.swap(dy_NK.at[place_PC].get(mode="fill", fill_value=0))
+        return d_RK.at[row_PC].add(dy_PCK.astype(jnp.float32), mode="drop")
+
+    d_RK = _loop(requests, step, varying(jnp.zeros(table_RK.shape, jnp.float32), dy_NK, table_RK))
+    differs = lambda a: jax.typeof(a).manual_axis_type.varying
+    return jax.lax.psum(d_RK, tuple(sorted(differs(d_RK) - differs(table_RK)))).astype(table_RK.dtype), None
+
+
+_exchanged.defvjp(_forward, _backward)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hashes of the n-grams that end at every token: which rows of its tables an Engram reads (V4.1 section 2.4.2).
+
+The hash is 64-bit arithmetic, done here in pairs of 32-bit numbers, since JAX has no others by default.
+Letters: B rows, S positions, L Engram layers, G look-back (n-grams of 2 to G tokens), H tables of each
+length, C = (G - 1) H tables of a layer, by length and then by head.
+"""
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsv4_jax.ops.documents import Documents
+from dsv4_jax.validate import ConfigError
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+class Hashing(NamedTuple):
+    """The constants of all layers' hashes.
+
+    Attributes:
+        multipliers_LG: odd factor of the token k places back, uint64.
+        primes_LC: rows of every table, int32.
+        offsets_LC: first row of every table in its layer's, int32.
+    """
+
+    multipliers_LG: np.ndarray
+    primes_LC: np.ndarray
+    offsets_LC: np.ndarray
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each layer's tables together."""
+        return tuple(int(row.sum(dtype=np.int64)) for row in self.primes_LC)
+
+
+@functools.cache
+def hashing(layers: tuple[int, ...], longest: int, heads: int, start: int, vocab: int) -> Hashing:
+    """Constants for Engrams before the given layers.
+
+    Args:
+        layers: numbers of the layers, which seed their multipliers.
+        longest: tokens of the longest n-gram, G.
+        heads: tables of each length, H.
+        start: every table has the next unused prime from here on as its number of rows.
+        vocab: token numbers are below this; products of a number and a multiplier are below 2^63.
+
+    Raises:
+        ConfigError: if a layer's rows cannot be counted in int32.
+    """
+    bound = max(1, (2**63 - 1) // vocab // 2)
+    draws = [np.random.default_rng(10007 * layer).integers(0, bound, longest) for layer in layers]
+    columns = (longest - 1) * heads
+    found = itertools.islice(filter(_is_prime, itertools.count(start)), len(layers) * columns)
+    primes = np.array(list(found), np.int64).reshape(len(layers), columns)
+    ends = np.cumsum(primes, axis=1)
+    if ends.max() >= 2**31:
+        raise ConfigError(
+            f"model.engram_vocab_size = {start} gives an Engram {ends.max():,} rows in {columns} tables, "
+            f"which must be below 2^31"
+        )
+    multipliers = np.stack(draws).astype(np.uint64) * np.uint64(2) + np.uint64(1)
+    return Hashing(multipliers, primes.astype(np.int32), (ends - primes).astype(np.int32))
+
+
+def _is_prime(n: int) -> bool:
+    return n >= 2 and all(n % d for d in range(2, math.isqrt(n) + 1))
+
+
+def ngram_rows(
+    at: Hashing, numbers_BS: jax.Array, pad: jax.Array | int, live_BS: jax.Array, docs: Documents
+) -> jax.Array:
+    """Rows that every token's n-grams have in the layers' tables, int32 [B, S, L, C]. Rows are whole.
+
+    Args:
+        at: constants.
+        numbers_BS: the tokens' numbers, int32, from the token map.
+        pad: number that stands for a token that is not there.
+        live_BS: whether the token is text. Looking back ends at the first token that is not, which
+            counts as not there, and at the start of the document.
+        docs: document borders.
+    """
+    live, rows = live_BS, []
+    hashed: Pair | None = None
+    for k in range(at.multipliers_LG.shape[1]):
+        live &= (docs.position_BS >= k) & jnp.roll(live_BS, k, axis=1)
+        t_BS = jnp.where(live, jnp.roll(numbers_BS, k, axis=1), pad)
+        term = multiply(t_BS[..., None].astype(jnp.uint32), at.multipliers_LG[:, k])
+        hashed = term if hashed is None else (hashed[0] ^ term[0], hashed[1] ^ term[1])
+        if k:
+            H = at.primes_LC.shape[1] // (at.multipliers_LG.shape[1] - 1)
+            columns = slice((k - 1) * H, k * H)
+            high, low = (half[..., None] for half in hashed)
+            row = remainder((high, low), at.primes_LC[:, columns]).astype(jnp.int32)
+            rows.append(row + at.offsets_LC[:, columns])
+    return jnp.concatenate(rows, axis=-1)
+
+
+def multiply(x: jax.Array, m: np.ndarray) -> Pair:
+    """x m modulo 2^64 as its (high, low) 32 bits; x uint32, m uint64, which broadcast."""
+    m_high, m_low = (m >> np.uint64(32)).astype(np.uint32), m.astype(np.uint32)
+    x1, x0 = x >> 16, x & 0xFFFF
+    m1, m0 = m_low >> 16, m_low & 0xFFFF
+    a, b = x1 * m0, x0 * m1
+    carry = (x0 * m0 >> 16) + (a & 0xFFFF) + (b & 0xFFFF)
+    return x * m_high + x1 * m1 + (a >> 16) + (b >> 16) + (carry >> 16), x * m_low
+
+
+def remainder(pair: Pair, p: np.ndarray) -> jax.Array:
+    """(2^32 high + low) mod p, uint32; p int32 above 0, which broadcasts with the halves.
+
+    Long division, as many bits at a time as fit in 32 beside a remainder.
+    """
+    high, low = pair
+    digit, left = 32 - int(p.max()).bit_length(), 32
+    p = p.astype(np.uint32)
+    r = high % p
+    while left:
+        bits = min(digit, left)
+        left -= bits
+        r = (r << bits | (low >> left) & ((1 << bits) - 1)) % p
+    return r
