@@ -15,7 +15,10 @@ from dsv4_jax.model import hyper
 from dsv4_jax.model.attention import tables
 from dsv4_jax.model.block import MTP, Block, Stack, Tokens, collapsed, stack
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.model.params import Params, rms_norm, whole
+from dsv4_jax.model.engram import engram_rows as rows_of_ngrams
+from dsv4_jax.model.engram import token_map_of
+from dsv4_jax.model.params import Params, recomputed, rms_norm, whole
+from dsv4_jax.model.vision import TEXT, Aligner, Vision, delimiters, embed_images
 from dsv4_jax.model.plan import plan
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.ops.documents import next_ids
@@ -35,11 +38,13 @@ class Features:
         h: normed features [B, S, D] that the head turns into the next token.
         mtp: the same for the token after the next, or None without an MTP block.
         layers: what every layer tells (see `Block`), in order; the MTP block's comes last.
+        seen: what the vision tower and the aligner make of the images, by name; None without images.
     """
 
     h: jax.Array
     mtp: jax.Array | None
     layers: list[dict[str, jax.Array]]
+    seen: dict[str, jax.Array] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -70,6 +75,10 @@ class DeepSeek(nnx.Module):
             make = Params(rngs, cfg.init_std)
             vocab, dim = ("vocab", cfg.vocab_size), ("embed", cfg.dim)
             self.embed = make.table(vocab, dim)
+            self.token_map = token_map_of(cfg, make)
+            if cfg.vision_n_layers:
+                self.vision, self.aligner = Vision(cfg, make), Aligner(cfg, make)
+                self.image_start, self.image_newline, self.image_end = delimiters(cfg, make)
             self.groups = nnx.List([])
             for group in self.plan:
                 stacked = Params(rngs, cfg.init_std, layers=group.repeats)
@@ -136,7 +145,7 @@ class DeepSeek(nnx.Module):
                 logits=head_logits(out.h, whole(self.head)),
                 mtp_logits=None if out.mtp is None else head_logits(out.mtp, whole(self.head)),
                 experts=[told["experts"] for told in layers],
-                collected={name: [self._collected(name, i, told) for i, told in enumerate(layers)] for name in collect},
+                collected={name: self._collected(name, out) for name in collect},
             )
 
     def features(
@@ -167,6 +176,7 @@ class DeepSeek(nnx.Module):
         """
         cfg = self.cfg
         ids, segment_ids, forced_experts = self._checked(ids, segment_ids, forced_experts)
+        token_types, engram_rows = self._checked_inputs(ids, token_types, patches, image_grids, engram_rows)
         whole_rows = lambda x: None if x is None else jax.reshard(jnp.asarray(x), row_spec(2))
         at = tables(cfg, whole_rows(segment_ids), whole_rows(replay_starts))
         mtp_blocks = list(self.mtp) if with_mtp else []
@@ -174,8 +184,16 @@ class DeepSeek(nnx.Module):
             shift = jax.shard_map(next_ids, in_specs=row_spec(2), out_specs=row_spec(2))
             following = jax.reshard(shift(jax.reshard(ids, row_spec(2)), at.docs), act_spec(2))
         dtype = _dtype(cfg)
-        tokens = Tokens(ids, at)
-        down = stack(cfg, self._embed(ids, dtype), dtype)
+        e, seen = self._embed(ids, dtype), None
+        image = None if token_types is None else token_types != TEXT
+        if patches is not None:
+            e, seen = embed_images(self, e, token_types, patches, image_grids, cfg, dtype)
+        tokens = Tokens(ids, at, image)
+        if cfg.engram_layer_ids and engram_rows is None:
+            text = tokens.real_BS if image is None else tokens.real_BS & ~image
+            engram_rows = rows_of_ngrams(cfg, self.token_map, ids, text, at.docs)
+        tokens = tokens._replace(engram_rows_BSLC=engram_rows)
+        down = stack(cfg, e, dtype)
         kept = {*_TOLD, *collect} | ({"entering"} if "features" in collect else set())
 
         def layer(block: Block, down: Stack, forced: jax.Array | None):
@@ -191,26 +209,27 @@ class DeepSeek(nnx.Module):
         mtp = None
         for block in mtp_blocks:
             assert following is not None  # made above
-            predict = _remat(functools.partial(MTP.predict, dtype=dtype), cfg.remat)
+            predict = recomputed(functools.partial(MTP.predict, dtype=dtype), cfg.remat)
             mtp, told = predict(block, down.x_BSND, self._embed(following, dtype), tokens)
             layers.append(told)
-        return Features(rms_norm(collapsed(self, down), cfg.norm_eps, self.norm), mtp, layers)
+        return Features(rms_norm(collapsed(self, down), cfg.norm_eps, self.norm), mtp, layers, seen)
 
-    def _collected(self, name: str, i: int, told: dict[str, jax.Array]) -> jax.Array | None:
-        """What layer i tells under a collectable name."""
+    def _collected(self, name: str, out: Features) -> list[jax.Array | None]:
+        """What the layers tell under a collectable name."""
         cfg = self.cfg
+        if name == "vision":
+            return list((out.seen or {}).values())
         if name == "features":
-            return told["entering"] if i in cfg.dspark_target_layer_ids else None
-        if name not in told:
-            return None
+            return [t["entering"] if i in cfg.dspark_target_layer_ids else None for i, t in enumerate(out.layers)]
+        found = [told.get(name) for told in out.layers[: cfg.n_layers]]
         if name == "topk":
-            none = jnp.iinfo(jnp.int32).max  # comes last
-            entries = jnp.sort(jnp.where(told[name] < 0, none, told[name]))
-            return jnp.where(entries == none, -1, entries)
+            none = jnp.iinfo(jnp.int32).max  # sorts to the end
+            ordered = lambda topk: jnp.sort(jnp.where(topk < 0, none, topk))
+            found = [None if x is None else jnp.where(ordered(x) == none, -1, ordered(x)) for x in found]
         if name == "candidates":
-            M = told[name].shape[1] // cfg.compress_ratios[i]
-            return in_blocks(told[name], M, cfg.candidate_block_size)
-        return told[name]
+            M = [0 if ratio == 0 else out.h.shape[1] // ratio for ratio in cfg.compress_ratios]
+            found = [None if x is None else in_blocks(x, M[i], cfg.candidate_block_size) for i, x in enumerate(found)]
+        return found
 
     def layers_of(self, path: tuple[Any, ...]) -> range:
         """Numbers of the layers that the variable at `path` belongs to: several if they are stacked.
@@ -244,6 +263,30 @@ class DeepSeek(nnx.Module):
         return jax.reshard(ids, act_spec(2)), jax.reshard(segment_ids, act_spec(2)), forced
 
 
+    def _checked_inputs(self, ids, token_types, patches, image_grids, engram_rows):
+        cfg = self.cfg
+        if (patches is None) != (image_grids is None):
+            raise ValueError("patches and image_grids belong together: one of them is missing")
+        if patches is not None and token_types is None:
+            raise ValueError("patches need token_types [B, S], which say where the images lie")
+        if token_types is not None:
+            token_types = jnp.asarray(token_types)
+            if token_types.shape != ids.shape:
+                raise ValueError(
+                    f"token_types must be {list(ids.shape)} like ids, found {list(token_types.shape)}"
+                )
+            token_types = jax.reshard(token_types, act_spec(2))
+        if engram_rows is not None:
+            engram_rows, columns = jnp.asarray(engram_rows), (cfg.engram_max_ngram_size - 1) * cfg.engram_n_heads
+            want = (*ids.shape, len(cfg.engram_layer_ids), columns)
+            if engram_rows.shape != want or not jnp.issubdtype(engram_rows.dtype, jnp.integer):
+                raise ValueError(
+                    f"engram_rows must be integers {list(want)}, found {engram_rows.dtype}{list(engram_rows.shape)}"
+                )
+            engram_rows = jax.reshard(engram_rows, act_spec(4))
+        return token_types, engram_rows
+
+
 def _dtype(cfg: ModelConfig) -> jnp.dtype:
     """The compute type; `auto` is float32 on CPU and bfloat16 elsewhere."""
     name = cfg.compute_dtype
@@ -259,17 +302,9 @@ def _forced(forced, group) -> list[jax.Array | None]:
     return [jnp.stack([forced[i] for i in group.layers(j)]) for j in range(group.period)]
 
 
-def _remat(layer, remat: str):
-    """The layer with the chosen part of it computed again in the backward pass."""
-    if remat == "none":
-        return layer
-    names = ("product", "topk") if remat == "save_block_outputs" else ()
-    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
-
-
 def _scan(layer, remat: str, down: Stack, blocks: list[Block], forced: list[jax.Array | None]):
     """Runs a group: a scan over its repeats, whose body runs the layers of the period in order."""
-    layer = _remat(layer, remat)
+    layer = recomputed(layer, remat)
 
     def body(down, xs):
         told = []
