@@ -21,20 +21,16 @@ class Tokens(NamedTuple):
     Attributes:
         ids_BS: token ids.
         at: tables of the packed rows.
+        real_BS: positions that are no padding.
         image_BS: positions of images, delimiters included; None without images.
         engram_rows_BSLC: rows of the Engrams' tables; None without Engrams.
     """
 
     ids_BS: jax.Array
     at: Tables
+    real_BS: jax.Array
     image_BS: jax.Array | None = None
     engram_rows_BSLC: jax.Array | None = None
-
-    @property
-    def real_BS(self) -> jax.Array:
-        """Positions that are no padding."""
-        first_BS = self.at.docs.first_BS
-        return jax.reshard(first_BS < first_BS.shape[1], act_spec(2))
 
 
 class Stack(NamedTuple):

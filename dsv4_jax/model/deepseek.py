@@ -15,6 +15,7 @@ from dsv4_jax.model import hyper
 from dsv4_jax.model.attention import tables
 from dsv4_jax.model.block import MTP, Block, Stack, Tokens, collapsed, stack
 from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.model.dspark import DraftBlock
 from dsv4_jax.model.engram import engram_rows as rows_of_ngrams
 from dsv4_jax.model.engram import token_map_of
 from dsv4_jax.model.params import Params, recomputed, rms_norm, whole
@@ -88,7 +89,9 @@ class DeepSeek(nnx.Module):
                         [Block(cfg, stacked, cfg.layer_specs[group.start + j], group.layers(j)) for j in positions]
                     )
                 )
-            self.mtp = nnx.List([MTP(cfg, make) for _ in range(cfg.n_mtp_layers)])
+            blocks = range(cfg.n_mtp_layers)
+            dspark = bool(cfg.dspark_target_layer_ids)
+            self.mtp = nnx.List([DraftBlock(cfg, make, i) if dspark else MTP(cfg, make) for i in blocks])
             if not cfg.hc_single_pass:
                 self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.head(make, cfg)
             self.norm = make.ones(("norm", cfg.dim))
@@ -179,7 +182,7 @@ class DeepSeek(nnx.Module):
         token_types, engram_rows = self._checked_inputs(ids, token_types, patches, image_grids, engram_rows)
         whole_rows = lambda x: None if x is None else jax.reshard(jnp.asarray(x), row_spec(2))
         at = tables(cfg, whole_rows(segment_ids), whole_rows(replay_starts))
-        mtp_blocks = list(self.mtp) if with_mtp else []
+        mtp_blocks = list(self.mtp) if with_mtp and not cfg.dspark_target_layer_ids else []
         if following is None and mtp_blocks:
             shift = jax.shard_map(next_ids, in_specs=row_spec(2), out_specs=row_spec(2))
             following = jax.reshard(shift(jax.reshard(ids, row_spec(2)), at.docs), act_spec(2))
@@ -188,11 +191,10 @@ class DeepSeek(nnx.Module):
         image = None if token_types is None else token_types != TEXT
         if patches is not None:
             e, seen = embed_images(self, e, token_types, patches, image_grids, cfg, dtype)
-        tokens = Tokens(ids, at, image)
+        real = segment_ids > 0
         if cfg.engram_layer_ids and engram_rows is None:
-            text = tokens.real_BS if image is None else tokens.real_BS & ~image
-            engram_rows = rows_of_ngrams(cfg, self.token_map, ids, text, at.docs)
-        tokens = tokens._replace(engram_rows_BSLC=engram_rows)
+            engram_rows = rows_of_ngrams(cfg, self.token_map, ids, real if image is None else real & ~image, at.docs)
+        tokens = Tokens(ids, at, real, image, engram_rows)
         down = stack(cfg, e, dtype)
         kept = {*_TOLD, *collect} | ({"entering"} if "features" in collect else set())
 
@@ -262,7 +264,6 @@ class DeepSeek(nnx.Module):
                 )
         return jax.reshard(ids, act_spec(2)), jax.reshard(segment_ids, act_spec(2)), forced
 
-
     def _checked_inputs(self, ids, token_types, patches, image_grids, engram_rows):
         cfg = self.cfg
         if (patches is None) != (image_grids is None):
@@ -272,9 +273,7 @@ class DeepSeek(nnx.Module):
         if token_types is not None:
             token_types = jnp.asarray(token_types)
             if token_types.shape != ids.shape:
-                raise ValueError(
-                    f"token_types must be {list(ids.shape)} like ids, found {list(token_types.shape)}"
-                )
+                raise ValueError(f"token_types must be {list(ids.shape)} like ids, found {list(token_types.shape)}")
             token_types = jax.reshard(token_types, act_spec(2))
         if engram_rows is not None:
             engram_rows, columns = jnp.asarray(engram_rows), (cfg.engram_max_ngram_size - 1) * cfg.engram_n_heads

@@ -53,7 +53,7 @@ class Attended(NamedTuple):
     candidates_BSc: jax.Array | None
 
 
-def _softmax_with_sink(logits: tuple[jax.Array, ...], sink_H: jax.Array) -> tuple[jax.Array, ...]:
+def softmax_with_sink(logits: tuple[jax.Array, ...], sink_H: jax.Array) -> tuple[jax.Array, ...]:
     """One softmax over all key groups [B, H, T, .]; exp(sink) joins the denominator only.
 
     Masked logits are -inf. A query without keys gets zeros and sends no gradient.
@@ -137,7 +137,7 @@ def attend(
 
         near = logits("bthk,buk->bhtu", kv_BUK, seen_BTU)
         if entries_BMK is None or at is None:
-            (p,) = _softmax_with_sink((near,), sink_H)
+            (p,) = softmax_with_sink((near,), sink_H)
             o = jnp.einsum("bhtu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)
             return o, varying(jnp.zeros(first_BT.shape), o), None, None
 
@@ -158,7 +158,7 @@ def attend(
         elif topk is not None and k < M:
             allowed = one_of(topk, M)
         far = logits(f"bthk,{letters}->bhtm", entries, allowed)
-        p, p_far = _softmax_with_sink((near, far), sink_H)
+        p, p_far = softmax_with_sink((near, far), sink_H)
         o = jnp.einsum("bhtu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)
         o += jnp.einsum(f"bhtm,{letters}->bthk", p_far.astype(entries.dtype), entries)
         kl = varying(jnp.zeros(first_BT.shape), o) if score is None else indexer_loss(p_far, score, allowed)
