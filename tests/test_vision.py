@@ -289,16 +289,13 @@ PACKED = [(0, 1, 3, 5), (0, 14, 1, 1), (2, 0, 4, 1), (1, 17, 2, 5)]
 
 
 def test_packed_images_equal_each_alone():
-    """An image alone in arrays of its own size: the same outputs, and gradients that add up to the packed ones."""
-    out, told, _, grads = run(lines(PACKED), pixels([g[2:] for g in PACKED]))
+    """An image among lines and patches of padding: the same outputs, and gradients that add up to the packed ones."""
+    out, told, _, grads = one_device()
     total, p = dict.fromkeys(grads, 0), 0
     for g in PACKED:
-        n = g[2] * g[3]
-        types = types_of([g])
-        alone, told_alone, _, grads_alone = run(
-            lines([g], 1), pixels([g[2:]], n), types, WEIGHT * (types >= 0)[..., None]
-        )
-        np.testing.assert_allclose(told_alone["vision"], told["vision"][p : p + n], rtol=0, atol=1e-5)
+        types, n = types_of([g]), g[2] * g[3]
+        alone, told_alone, _, grads_alone = run(lines([g]), pixels([g[2:]]), types, WEIGHT * (types >= 0)[..., None])
+        np.testing.assert_allclose(told_alone["vision"][:n], told["vision"][p : p + n], rtol=0, atol=1e-5)
         np.testing.assert_allclose(alone[types >= 0], out[types >= 0], rtol=0, atol=1e-5)
         total, p = {name: x + grads_alone[name] for name, x in total.items()}, p + n
     for name, grad in grads.items():
@@ -318,9 +315,11 @@ def groups_of(n_groups, n_patches=20):
     return grids, np.stack([pixels([g[2:] for g in m], n_patches) for m in members])
 
 
-@pytest.mark.parametrize(
-    "shape, n_groups", [((2, 1, 4), 2), ((2, 2, 2), 4), ((1, 2, 1), 4), ((1, 1, 8), 1), ((2, 2, 2), 0)]
-)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+MESHES = [((2, 1, 4), 2), ((1, 2, 1), 4), ((2, 2, 2), 0), slow((2, 2, 2), 4), slow((1, 1, 8), 1), slow((4, 1, 1), 0)]
+
+
+@pytest.mark.parametrize("shape, n_groups", MESHES)
 def test_groups_on_a_mesh_equal_one_device(shape, n_groups):
     """Groups with their rows, several on a device, or all patches everywhere (0); chunks cut images."""
     with jax.set_mesh(make_mesh(*shape)):
