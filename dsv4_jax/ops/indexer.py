@@ -85,6 +85,6 @@ def candidate_blocks(score_BTM: jax.Array, visible_BTM: jax.Array, at: Windows, 
 
 def in_blocks(first_BTc: jax.Array, M: int, size: int) -> jax.Array:
     """The mask [B, T, M] of the entries of a pool; where a document ends so does its last block."""
-    starts = one_of(first_BTc, M).astype(jnp.int32)
+    starts = one_of(first_BTc, M)
     behind = [(0, 0), (0, 0), (size - 1, 0)]
-    return jax.lax.reduce_window(starts, 0, jax.lax.max, (1, 1, size), (1, 1, 1), behind) > 0
+    return jax.lax.reduce_window(starts, False, jax.lax.bitwise_or, (1, 1, size), (1, 1, 1), behind)
