@@ -19,8 +19,8 @@ from dsv4_jax.model.dspark import DraftBlock
 from dsv4_jax.model.engram import engram_rows as rows_of_ngrams
 from dsv4_jax.model.engram import token_map_of
 from dsv4_jax.model.params import Params, recomputed, rms_norm, whole
-from dsv4_jax.model.vision import TEXT, Aligner, Vision, delimiters, embed_images
 from dsv4_jax.model.plan import plan
+from dsv4_jax.model.vision import TEXT, Aligner, Vision, delimiters, embed_images
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.ops.documents import next_ids
 from dsv4_jax.ops.indexer import in_blocks
