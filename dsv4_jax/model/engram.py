@@ -5,7 +5,6 @@ Letters: B rows, S positions, N streams, D width, L Engrams, C tables of an Engr
 K width of a row.
 """
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
