@@ -12,10 +12,10 @@ from flax import nnx
 
 from dsv4_jax.mesh import act_spec, ensure_mesh, on_cpu, row_spec
 from dsv4_jax.model import hyper
-from dsv4_jax.model.attention import tables
+from dsv4_jax.model.attention import Tables, tables
 from dsv4_jax.model.block import MTP, Block, Stack, Tokens, collapsed, stack
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.model.dspark import DraftBlock
+from dsv4_jax.model.dspark import Anchors, DraftBlock, Drafts, drafts
 from dsv4_jax.model.engram import engram_rows as rows_of_ngrams
 from dsv4_jax.model.engram import token_map_of
 from dsv4_jax.model.params import Params, recomputed, rms_norm, whole
@@ -39,12 +39,14 @@ class Features:
         h: normed features [B, S, D] that the head turns into the next token.
         mtp: the same for the token after the next, or None without an MTP block.
         layers: what every layer tells (see `Block`), in order; the MTP block's comes last.
+        at: tables of the rows.
         seen: what the vision tower and the aligner make of the images, by name; None without images.
     """
 
     h: jax.Array
     mtp: jax.Array | None
     layers: list[dict[str, jax.Array]]
+    at: Tables
     seen: dict[str, jax.Array] | None = None
 
 
@@ -214,7 +216,20 @@ class DeepSeek(nnx.Module):
             predict = recomputed(functools.partial(MTP.predict, dtype=dtype), cfg.remat)
             mtp, told = predict(block, down.x_BSND, self._embed(following, dtype), tokens)
             layers.append(told)
-        return Features(rms_norm(collapsed(self, down), cfg.norm_eps, self.norm), mtp, layers, seen)
+        return Features(rms_norm(collapsed(self, down), cfg.norm_eps, self.norm), mtp, layers, at, seen)
+
+    def drafts(self, out: Features, anchors: Anchors) -> Drafts:
+        """The drafts of all anchors [B, A] after a pass that collected `features`.
+
+        Raises:
+            ValueError: if it did not, or the model has no draft blocks.
+        """
+        cfg = self.cfg
+        if not cfg.dspark_target_layer_ids or "entering" not in out.layers[0]:
+            raise ValueError("drafts need model.dspark_target_layer_ids and a pass with collect = ['features']")
+        read = jnp.concatenate([out.layers[i]["entering"] for i in cfg.dspark_target_layer_ids], axis=-1)
+        anchors = jax.tree.map(lambda x: jax.reshard(jnp.asarray(x), act_spec(2)), anchors)
+        return drafts(self, read, anchors, out.at, lambda ids: self._embed(ids, _dtype(cfg)), _dtype(cfg))
 
     def _collected(self, name: str, out: Features) -> list[jax.Array | None]:
         """What the layers tell under a collectable name."""

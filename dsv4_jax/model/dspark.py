@@ -184,3 +184,37 @@ def confidence(model: Any, u: jax.Array, before: jax.Array) -> jax.Array:
     last = model.mtp[-1]
     x = jnp.concatenate([u.astype(jnp.float32), whole(last.markov_head.embed)[before]], axis=-1)
     return head_logits(x, whole(last.confidence_head.proj))[..., 0]
+
+
+class Proposal(NamedTuple):
+    """Drafted tokens.
+
+    Attributes:
+        token_BAn: ids.
+        logits_BAnV: fp32 logits that they were drawn from.
+        confidence_BAn: logits of their acceptance if those before are accepted.
+    """
+
+    token_BAn: jax.Array
+    logits_BAnV: jax.Array
+    confidence_BAn: jax.Array
+
+
+def propose(
+    model: Any, made: Drafts, anchors: Anchors, key: jax.Array | None = None, temperature: Any = 0.0
+) -> Proposal:
+    """Draws the slots' tokens one after another, each given the one before; without a key the likeliest ones."""
+
+    def slot(before_BA: jax.Array, xs: tuple[jax.Array, ...]):
+        h_BAD, u_BAD, k = xs
+        logits_BAV = slot_logits(model, h_BAD, before_BA)
+        drawn = logits_BAV
+        if key is not None:
+            noise = jax.random.gumbel(jax.random.fold_in(key, k), drawn.shape, out_sharding=act_spec(3))
+            drawn = drawn + temperature * noise
+        token_BA = jnp.argmax(drawn, axis=-1).astype(before_BA.dtype)
+        return token_BA, Proposal(token_BA, logits_BAV, confidence(model, u_BAD, before_BA))
+
+    slots = (jnp.moveaxis(x, 2, 0) for x in (made.h_BAnD, made.u_BAnD))
+    _, found = jax.lax.scan(slot, anchors.token_BA, (*slots, jnp.arange(made.h_BAnD.shape[2])))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), found)

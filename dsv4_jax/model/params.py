@@ -96,7 +96,8 @@ class Params:
     def _normal(self, axes: tuple[tuple[str, int], ...], suffix: str, role: Role, **declared: Any) -> nnx.Param:
         names, shape = self._stacked(axes)
         role = role._replace(part=self.part or role.part)
-        value = self.std * jax.random.normal(self.rngs.params(), shape)
+        # Drawn where it belongs: without the spec every device would draw all of it.
+        value = self.std * jax.random.normal(self.rngs.params(), shape, out_sharding=param_spec(names, shape))
         return self._variable(nnx.Param, value, names, suffix=suffix, role=role, **declared)
 
     @staticmethod
