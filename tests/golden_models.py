@@ -14,6 +14,7 @@ from flax import nnx
 import dsv4_jax as ds
 from dsv4_jax.model.official import official_shapes, official_tensors
 from dsv4_jax.model.params import whole
+from dsv4_jax.model.token_map import token_map
 from dsv4_jax.ops.cross_entropy import head_logits
 
 
@@ -54,6 +55,8 @@ def loaded_model(cfg: ds.ModelConfig, tensors: Mapping[str, np.ndarray]) -> ds.D
     """A model filled with official tensors."""
     model = empty_model(cfg)
     ds.load_official(model, tensors)
+    if model.token_map is not None:  # in no official checkpoint
+        model.token_map.set_value(jnp.asarray(token_map(cfg)))
     return model
 
 

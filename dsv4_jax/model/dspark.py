@@ -175,15 +175,19 @@ def drafts(model: Any, features_BSF: jax.Array, anchors: Anchors, at: Tables, em
 def slot_logits(model: Any, h: jax.Array, before: jax.Array) -> jax.Array:
     """Logits fp32 [..., V] of slots with features h [..., D], after the tokens `before` [...]."""
     markov = model.mtp[-1].markov_head
-    e = whole(markov.embed)[before]
-    return head_logits(h, whole(model.head)) + head_logits(e, whole(markov.head))
+    return head_logits(h, whole(model.head)) + head_logits(_before(model, before), whole(markov.head))
 
 
 def confidence(model: Any, u: jax.Array, before: jax.Array) -> jax.Array:
     """Logits [...] of acceptance of slots with streams u [..., D], after the tokens `before` [...]."""
-    last = model.mtp[-1]
-    x = jnp.concatenate([u.astype(jnp.float32), whole(last.markov_head.embed)[before]], axis=-1)
-    return head_logits(x, whole(last.confidence_head.proj))[..., 0]
+    x = jnp.concatenate([u.astype(jnp.float32), _before(model, before)], axis=-1)
+    return head_logits(x, whole(model.mtp[-1].confidence_head.proj))[..., 0]
+
+
+def _before(model: Any, before: jax.Array) -> jax.Array:
+    """Markov embeddings [..., R] of tokens [B, A, ...]."""
+    table = whole(model.mtp[-1].markov_head.embed)
+    return table.at[before].get(out_sharding=act_spec(before.ndim + 1))
 
 
 class Proposal(NamedTuple):
