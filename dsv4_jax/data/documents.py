@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 
 from dsv4_jax.config import DataConfig
-from dsv4_jax.data.drawn import PREFIX, drawn
+from dsv4_jax.data.drawn import PREFIX, Drawn
 from dsv4_jax.data.images import ImageError, Layout, inspect
 from dsv4_jax.data.interleaved import NO_SPANS, Document, interleave
 from dsv4_jax.data.records import PLACE, Record, records
@@ -43,6 +43,7 @@ def tokenized(
                 yield record, Document(parts[0], NO_SPANS)
         waiting.clear()
 
+    drawing = Drawn(tokenizer, vision) if vision and path.startswith(PREFIX) else None
     held = 0
     for record in records(path.removeprefix(PREFIX), cfg.text_field, cfg.image_field if vision else ""):
         layouts: list[Layout] = []
@@ -57,12 +58,13 @@ def tokenized(
                 what = f"data.path = {path!r}, record {record.name}: {record.why}"
                 raise ConfigError(f"{what}; data.on_error = 'skip' leaves bad records out")
             yield record, None
-        elif vision and path.startswith(PREFIX):
-            yield from ((record, document) for document in drawn(record, tokenizer, vision))
+        elif drawing:
+            yield from ((record, document) for document in drawing.documents(record.text))
         elif record.text:
             held += record.size
             waiting.append((record, layouts, record.text.split(PLACE) if layouts else [record.text]))
             if len(waiting) == _TOGETHER or held > _TOGETHER_BYTES:
                 yield from flush()
-                held = 0
+                drawing = Drawn(tokenizer, vision) if vision and path.startswith(PREFIX) else None
+    held = 0
     yield from flush()

@@ -13,7 +13,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 from dsv4_jax.data.images import plan
 from dsv4_jax.data.interleaved import Document, interleave
-from dsv4_jax.data.records import Record
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.model.config import ModelConfig
 
@@ -46,9 +45,19 @@ def lines(text: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def drawn(record: Record, tokenizer: Tokenizer, cfg: ModelConfig) -> Iterator[Document]:
-    """The documents that a record's lines make."""
-    chosen = lines(str(record.text))
-    nothing = np.zeros(0, np.int32)
-    for line, ids in zip(chosen, tokenizer.encode(chosen), strict=True):
-        yield Document(*interleave([nothing, ids], [plan(*size(line), cfg)], cfg.image_token_id), [line])
+class Drawn:
+    """Makes documents of lines."""
+
+    def __init__(self, tokenizer: Tokenizer, cfg: ModelConfig):
+        self._tokenizer, self._cfg = tokenizer, cfg
+        self._starts: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # ids and span of a picture of so many characters
+
+    def documents(self, text: str) -> Iterator[Document]:
+        """The documents that a text's lines make."""
+        chosen, nothing = lines(text), np.zeros(0, np.int32)
+        for line, ids in zip(chosen, self._tokenizer.encode(chosen), strict=True):
+            if len(line) not in self._starts:
+                layout = plan(*size(line), self._cfg)
+                self._starts[len(line)] = interleave([nothing, nothing], [layout], self._cfg.image_token_id)
+            start, spans = self._starts[len(line)]
+            yield Document(np.concatenate([start, ids]), spans, [line])

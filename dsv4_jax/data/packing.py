@@ -223,9 +223,12 @@ class Plan:
     def block(self, number: int) -> list[list[Piece]]:
         """All rows of a block; none past the end."""
         pieces = [self._piece(*piece) for piece in self._numbers(number)]
-        limits = self.budget[1:] if self.budget else ()
-        costs = [(p.patches, len(p.images))[: len(limits)] for p in pieces]
-        rows = [[pieces[i] for i in row] for row in best_fit([p.length for p in pieces], self.S, costs, limits)]
+        if self.budget:
+            costs = np.array([(p.length, p.patches, len(p.images)) for p in pieces]).reshape(-1, 3)
+            numbers = best_fit_within(costs, (self.S, self.budget.patches, self.budget.images))
+        else:
+            numbers = best_fit([p.length for p in pieces], self.S)
+        rows = [[pieces[i] for i in row] for row in numbers]
         if not self._repeat:
             return rows
         return [rows[i] for i in np.random.RandomState([self._seed, number]).permutation(len(rows))]
@@ -240,30 +243,35 @@ class Plan:
             block, row = block + 1, 0
 
 
-def best_fit(
-    lengths: Sequence[int], S: int, costs: Sequence[Sequence[int]] = (), limits: Sequence[int] = ()
-) -> list[list[int]]:
-    """Rows of at most S in all, as numbers of their pieces in order: longest first, into the fullest row with room.
-
-    Each piece may have `costs`, of which the sums in a row stay within `limits`.
-    """
+def best_fit(lengths: Sequence[int], S: int) -> list[list[int]]:
+    """Rows of at most S in all, as numbers of their pieces in order: longest first, into the fullest row with room."""
     rows: list[list[int]] = []
-    spent: list[list[int]] = []  # of every row
     room: list[tuple[int, int]] = []  # (positions left, row), sorted
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at, cost = bisect.bisect_left(room, (lengths[i], 0)), costs[i] if limits else ()
-        if any(cost):
-            fits = lambda row: all(a + b <= c for a, b, c in zip(spent[row], cost, limits, strict=True))  # noqa: B023
-            at = next((k for k in range(at, len(room)) if fits(room[k][1])), len(room))
+        at = bisect.bisect_left(room, (lengths[i], 0))
         if at < len(room):
             left, row = room.pop(at)
         else:
             left, row = S, len(rows)
             rows.append([])
-            spent.append([0] * len(limits))
         rows[row].append(i)
-        if any(cost):
-            spent[row] = [a + b for a, b in zip(spent[row], cost, strict=True)]
         if left > lengths[i]:
             bisect.insort(room, (left - lengths[i], row))
+    return [sorted(row) for row in rows]
+
+
+def best_fit_within(costs: np.ndarray, limits: Sequence[int]) -> list[list[int]]:
+    """`best_fit` of pieces [n, k] that have a length and other costs, whose sums in a row stay within k limits."""
+    rows: list[list[int]] = []
+    room = np.empty((len(costs), len(limits)), np.int64)  # what is left of every row
+    for i in np.argsort(-costs[:, 0], kind="stable").tolist():
+        fits = np.flatnonzero((room[: len(rows)] >= costs[i]).all(-1))
+        if len(fits):
+            row = int(fits[np.argmin(room[fits, 0])])
+        else:
+            row = len(rows)
+            room[row] = limits
+            rows.append([])
+        rows[row].append(i)
+        room[row] -= costs[i]
     return [sorted(row) for row in rows]
