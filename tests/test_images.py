@@ -59,6 +59,11 @@ def test_sizes_are_the_published_ones(originals, pixels, patches, grid, position
         assert layout.positions == positions == len(token_types(layout.grid))
 
 
+def test_an_enlarged_size_is_cut_to_whole_pixels():
+    """20 x 22 becomes 518.7 x 570.6: 518 is 37 patches, 519 would be 38."""
+    assert plan(20, 22, CFG).size == (37 * 14, 41 * 14)
+
+
 def obeys(layout, cfg):
     p, ratio = cfg.vision_patch_size, cfg.vision_downsample_ratio
     assert layout.positions <= cfg.vision_max_n_token
