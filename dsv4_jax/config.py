@@ -48,7 +48,7 @@ class DataConfig(Section):
     """Threads that make batches ahead of time; 0 makes each when it is needed. They do not change the data."""
     image_field: str = "images"
     """Field or column of JSONL and Parquet records with the images that each <image> in the text stands for; read
-    if the model has vision."""
+    if the model has vision. Empty: none."""
     row_patches: int = 0
     """Patches that the images of a row have at most; 0: those of the largest image, or of a quarter of the row."""
     row_images: int = 0
@@ -67,6 +67,7 @@ class DataConfig(Section):
         self.need_positive("seq_len batch_size")
         for key in ("workers", "row_patches", "row_images"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+        self.need("image_field", self.image_field != self.text_field, "must be another than data.text_field")
         self.need("held_out", 0 < self.held_out < 1, "must be between 0 and 1")
         self.need("mixture", all(w > 0 for w in self.mixture.values()), "must have weights above 0")
         self.need("mixture", not (self.mixture and self.path), f"cannot stand beside data.path = {self.path!r}")

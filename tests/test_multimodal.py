@@ -433,6 +433,13 @@ def test_drawn_lines_are_pictures_and_their_text(tmp_path):
     assert "220 images" in said.getvalue() and "wrote" not in said.getvalue()
 
 
+def test_records_that_are_drawn_need_no_images(tmp_path):
+    (tmp_path / "r.jsonl").write_text(json.dumps({"text": "a <image> of a cat", "images": ["no/such.png"]}) + "\n")
+    path = f"drawn:{tmp_path / 'r.jsonl'}"
+    s = open_source(path, DataConfig(path=path), Bytes(), drawn_config(tmp_path).model)
+    assert s.tokens(0, 0, 99).tolist()[-19:] == [*b"a <image> of a cat", 256]
+
+
 def test_pictures_need_a_model_that_sees():
     with pytest.raises(ds.ConfigError, match="vision_n_layers = 0"):
         open_sources(DataConfig(path="drawn:"), 258)

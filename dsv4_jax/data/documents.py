@@ -44,8 +44,9 @@ def tokenized(
         waiting.clear()
 
     drawing = Drawn(tokenizer, vision) if vision and path.startswith(PREFIX) else None
+    image_field = cfg.image_field if vision and not drawing else ""
     held = 0
-    for record in records(path.removeprefix(PREFIX), cfg.text_field, cfg.image_field if vision else ""):
+    for record in records(path.removeprefix(PREFIX), cfg.text_field, image_field):
         layouts: list[Layout] = []
         for number, image in enumerate(record.images, 1):
             try:
