@@ -351,7 +351,7 @@ BAD = {
     "none": ([], "<image>", "0 images in field 'images', but 1"),
     "too many": (["a.png"], "text", "1 images in field 'images', but 0"),
     "missing": (["a.png", "b.png"], "<image><image>", "image 2 of field 'images'.*No such file"),
-    "base64": (["data:image/png;base64,a"], "<image>", "image 1 of field 'images': invalid base64"),
+    "base64": (["data:image/png;base64,!!!!"], "<image>", "image 1 of field 'images': invalid base64"),
     "type": ([5], "<image>", "expected bytes, a path or .*found int"),
     "truncated": (["a.png", "cut.png"], "<image><image>", "image 2: "),
     "text": (["text.png"], "<image>", "image 1: no image of a known format"),
