@@ -11,12 +11,12 @@ import optax
 from flax import nnx
 
 from dsv4_jax.config import Config
-from dsv4_jax.mesh import act_spec
+from dsv4_jax.mesh import BATCH
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import RouterBias, whole
 from dsv4_jax.ops.cross_entropy import cross_entropy
 from dsv4_jax.optim.groups import group_leaves
-from dsv4_jax.train.state import TrainState, abstract_model, optimizer, parameter_groups, schedule
+from dsv4_jax.train.state import TrainState, abstract_model, batch_spec, optimizer, parameter_groups, schedule
 
 Metrics = dict[str, Any]
 
@@ -122,10 +122,24 @@ def update_ratios(groups: Any, updates: Any, params: Any) -> dict[str, jax.Array
 
 
 def accumulation_parts(batch: dict[str, jax.Array], parts: int) -> dict[str, jax.Array]:
-    """The batch in parts [parts, B / parts, S]; every device's rows are split evenly among them."""
-    split = lambda x: x.reshape(parts, -1, x.shape[1])
-    spec = act_spec(2)
-    return jax.tree.map(jax.shard_map(split, in_specs=spec, out_specs=jax.P(None, *spec)), batch)
+    """The batch in parts [parts, B / parts, ...]; every device's rows are split evenly among them.
+
+    The row numbers in `image_grids` become those in the part.
+    """
+
+    def split(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        found = {name: x.reshape(parts, -1, *x.shape[1:]) for name, x in batch.items()}
+        if "image_grids" in found:
+            grids = found["image_grids"]
+            rows = grids.shape[1]
+            numbers = jax.lax.axis_index(BATCH) * rows + jnp.arange(rows)
+            number = jnp.where(grids[..., 2] > 0, numbers[:, None], 0)
+            found["image_grids"] = jnp.concatenate([number[..., None], grids[..., 1:]], -1)
+        return found
+
+    specs = {name: batch_spec(name, x.ndim) for name, x in batch.items()}
+    out_specs = {name: jax.P(None, *spec) for name, spec in specs.items()}
+    return jax.shard_map(split, in_specs=(specs,), out_specs=out_specs)(batch)
 
 
 def make_objective(cfg: Config) -> Callable[..., tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]]:
