@@ -127,11 +127,22 @@ class LossConfig(Section):
     balance: float = 1e-4
     """Sequence-wise balance of the experts, summed over learned layers."""
     indexer: float = 1.0
-    """KL divergence from attention to the lightning indexer, summed over CSA layers."""
+    """KL divergence from attention to the lightning indexer, summed over layers with an indexer."""
+    draft_ce: float = 0.1
+    """Draft stage: cross-entropy of the drafted token."""
+    draft_distance: float = 0.9
+    """Draft stage: L1 distance from the drafter's distribution to the backbone's."""
+    draft_confidence: float = 1.0
+    """Draft stage: cross-entropy of the confidence head with the probability of acceptance."""
+    draft_decay: float = 0.0
+    """Draft stage: slot k of a draft has weight exp(-k / decay); 0: model.dspark_block_size."""
+    draft_anchors: int = 512
+    """Draft stage: drafts of a row."""
 
     def _check(self) -> None:
-        for key in ("mtp", "balance", "indexer"):
+        for key in ("mtp", "balance", "indexer", "draft_ce", "draft_distance", "draft_confidence", "draft_decay"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+        self.need_positive("draft_anchors")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,6 +177,10 @@ class TrainConfig(Section):
 
     steps: int = 200
     """Optimizer steps in all."""
+    stage: Literal["pretrain", "draft"] = "pretrain"
+    """What is trained: everything but DSpark's draft blocks, or the draft blocks alone."""
+    init_from: str = ""
+    """Folder of another run whose newest checkpoint gives a new run its parameters; empty: random ones."""
     seed: int = 0
     """Seed of the initial parameters, of the data's order and of the samples."""
     run_dir: str = "runs/default"
@@ -234,8 +249,14 @@ class Config(Section):
                 f"model.expert_waves = {waves} must divide the {experts // mesh.expert} experts of a device: "
                 f"model.n_routed_experts = {experts} over mesh.expert = {mesh.expert}"
             )
-        if self.loss.mtp and not model.n_mtp_layers:
-            raise ConfigError(f"loss.mtp = {self.loss.mtp} needs an MTP block; set it to 0 or model.n_mtp_layers to 1")
+        dspark = bool(model.dspark_target_layer_ids)
+        if self.loss.mtp and (dspark or not model.n_mtp_layers):
+            raise ConfigError(
+                f"loss.mtp = {self.loss.mtp} needs an MTP block; set it to 0, or model.n_mtp_layers to 1 and "
+                "model.dspark_target_layer_ids to none"
+            )
+        if self.train.stage == "draft" and not dspark:
+            raise ConfigError("train.stage = 'draft' needs draft blocks: model.dspark_target_layer_ids names none")
         if optim.warmup_steps + optim.decay_steps > steps:
             raise ConfigError(
                 f"optim.warmup_steps + optim.decay_steps = {optim.warmup_steps + optim.decay_steps} "

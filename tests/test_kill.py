@@ -52,7 +52,7 @@ def make_step(cfg):
 
 if not SOAK:
     loop.make_train_step = make_step
-    loop.make_eval_step = lambda cfg: lambda state, batch: (1.0, 1)
+    loop.make_eval_step = lambda cfg: lambda state, batch: {"text": (1.0, 1)}
 
 def broken(*arguments, calls=iter(range(40)), fill=pipeline.fill):
     if next(calls, None) is None:

@@ -26,8 +26,9 @@ from dsv4_jax.train import loop
 from dsv4_jax.train import step as step_module
 from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
+from dsv4_jax.train.evaluate import unigram_entropy
 from dsv4_jax.train.feed import put_batch
-from dsv4_jax.train.loop import run, unigram_entropy
+from dsv4_jax.train.loop import run
 from dsv4_jax.train.state import init_state, schedule
 from dsv4_jax.train.step import losses, make_train_step, update_biases
 
@@ -136,7 +137,7 @@ def test_resuming_equals_never_having_stopped(small_straight, corpus, tmp_path, 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop, "_evaluate", die)  # the first evaluation is at step 4, the checkpoint at step 3
+        patch.setattr(loop, "evaluate", die)  # the first evaluation is at step 4, the checkpoint at step 3
         train(small(corpus, tmp_path))
     said = train(small(corpus, tmp_path))
     assert "at step 3" in said

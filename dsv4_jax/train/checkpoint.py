@@ -198,15 +198,19 @@ class Checkpoints:
                 _delete(path)
 
 
-def load_model(cfg: Config) -> DeepSeek:
+def load_model(cfg: Config, run_dir: str = "") -> DeepSeek:
     """The model of the newest usable checkpoint of the run that `cfg` describes; stderr hears of damaged ones.
+
+    Args:
+        cfg: the run.
+        run_dir: folder of another run of the same model.
 
     Raises:
         ConfigError: if the run has no checkpoint, or one of another configuration.
         CheckpointError: if none is usable.
     """
     ensure_mesh()
-    folder = Path(cfg.train.run_dir) / "checkpoints"
+    folder = Path(run_dir or cfg.train.run_dir) / "checkpoints"
     abstract = dataclasses.replace(abstract_state(cfg), opt_state=None)
     with Checkpoints(folder, cfg.train.keep) as checkpoints:
         found = checkpoints.restore(abstract, lambda line: print(line, file=sys.stderr), part=True)

@@ -9,7 +9,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,13 @@ from dsv4_jax.data.pipeline import Batch, Stream
 from dsv4_jax.mesh import on_cpu, start_devices, use_mesh
 from dsv4_jax.sample import sample
 from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer, describe_placement
-from dsv4_jax.train.checkpoint import Checkpoints
+from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
+from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
 from dsv4_jax.train.feed import Data, put_batch, read_data, streams
 from dsv4_jax.train.metrics import Display, MetricsWriter
 from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, init_state
-from dsv4_jax.train.step import make_eval_step, make_train_step, objective_weights
+from dsv4_jax.train.step import make_train_step, objective_weights
 from dsv4_jax.validate import ConfigError, RunError
 
 # For a program that runs once XLA's optimisations cost more than they save. On CPU the steps keep some: the tiny
@@ -75,6 +76,10 @@ def run(cfg: Config, console: Console | None = None) -> None:
         host: dict[str, Any] = {"tokens": 0, "position": START, "identity": data.identity}
         if found is None:
             state = jax.jit(lambda: init_state(cfg), compiler_options=_RUNS_ONCE)()
+            if cfg.train.init_from:
+                _, params, buffers = nnx.split(load_model(cfg, cfg.train.init_from), nnx.Param, ...)
+                state = dataclasses.replace(state, params=params, buffers=buffers)
+                console.print(f"parameters  from {cfg.train.init_from}")
         else:
             step, state, host = found
             console.print(f"resumed     {run_dir} at step {step}")
@@ -87,8 +92,8 @@ def run(cfg: Config, console: Console | None = None) -> None:
             console.print("the run is finished; raise train.steps to continue it")
             return
         with streams(cfg, data, Position(*host["position"])) as (stream, evaluation):
-            state, loss = _loop(cfg, state, host["tokens"], data, stream, evaluation, checkpoints, console)
-    _report(cfg, state, loss, evaluation, data, console)
+            state, held_out = _loop(cfg, state, host["tokens"], data, stream, evaluation, checkpoints, console)
+    _report(cfg, state, held_out, evaluation, data, console)
 
 
 @contextlib.contextmanager
@@ -130,8 +135,8 @@ def _loop(
     evaluation: list[Batch],
     checkpoints: Checkpoints,
     console: Console,
-) -> tuple[TrainState, float]:
-    """Steps until `cfg.train.steps`; returns the last state and its held-out loss."""
+) -> tuple[TrainState, dict[str, float]]:
+    """Steps until `cfg.train.steps`; returns the last state and its held-out losses."""
     clock = time.monotonic()
     place = functools.partial(put_batch, own=stream.own, rows=cfg.data.batch_size)
     example = place(evaluation[0])
@@ -166,7 +171,7 @@ def _loop(
         host = {"tokens": tokens, "position": stream.position, "identity": data.identity, "config": _resolved(cfg)}
         checkpoints.save(int(state.step), state, host)
 
-    step, loss = int(state.step), math.nan
+    step, held_out = int(state.step), {"eval_loss": math.nan}
     clock = time.monotonic()
     run_dir, steps = Path(cfg.train.run_dir), cfg.train.steps
     with (
@@ -198,12 +203,13 @@ def _loop(
             pending = {"step": step} | metrics
             stop = stopped(step)
             last = stop or step == steps
-            evaluate = step == steps or step % cfg.train.eval_every == 0
-            if evaluate or last or bad or step % cfg.train.checkpoint_every == 0:
+            due = step == steps or step % cfg.train.eval_every == 0
+            if due or last or bad or step % cfg.train.checkpoint_every == 0:
                 scalars, pending = finished(pending), None
-                if evaluate and not stop:
-                    loss = scalars["eval_loss"] = _evaluate(eval_step, state, map(place, evaluation))
-                    console.print(f"step {step}: held-out loss {loss:.3f} nats per {data.unit}")
+                if due and not stop:
+                    held_out = evaluate(eval_step, state, evaluation, place)
+                    scalars |= held_out
+                    console.print(f"step {step}: held-out loss {held_out['eval_loss']:.3f} nats per {data.unit}")
                 show(scalars, writer, display)
                 if bad >= cfg.train.bad_steps:
                     raise RunError(
@@ -218,7 +224,7 @@ def _loop(
                     f"stopped by {signal.Signals(stop).name} at step {step}; the same command goes on from there"
                 )
                 raise SystemExit(128 + stop)
-    return state, loss
+    return state, held_out
 
 
 def _all_finite(state: TrainState) -> jax.Array:
@@ -270,24 +276,20 @@ def _claim(cfg: Config, run_dir: Path) -> None:
         new.replace(path)
 
 
-def _evaluate(eval_step: Callable[..., Any], state: TrainState, evaluation: Iterator[dict[str, jax.Array]]) -> float:
-    """Mean cross-entropy in nats over all targets of the batches."""
-    sums = jax.device_get([eval_step(state, batch) for batch in evaluation])
-    return float(sum(s for s, _ in sums) / sum(n for _, n in sums))
-
-
-def unigram_entropy(evaluation: list[Batch]) -> float:
-    """Entropy in nats of the frequencies of the batches' targets: what a model without context can reach."""
-    targets = np.concatenate([batch["targets"].reshape(-1) for batch in evaluation])
-    count = np.bincount(targets[targets >= 0])
-    p = count[count > 0] / count.sum()
-    return float(-(p * np.log(p)).sum())
-
-
-def _report(cfg: Config, state: TrainState, loss: float, evaluation: list[Batch], data: Data, console: Console) -> None:
+def _report(
+    cfg: Config,
+    state: TrainState,
+    held_out: dict[str, float],
+    evaluation: list[Batch],
+    data: Data,
+    console: Console,
+) -> None:
     per = f"nats per {data.unit}"
-    unigram = unigram_entropy(evaluation)
+    unigram, loss = unigram_entropy(evaluation), held_out["eval_loss"]
     console.print(f"held-out loss     {loss:.3f} {per} ({loss / math.log(2):.3f} bits)")
+    if "eval_loss_image" in held_out:
+        right, wrong = held_out["eval_loss_image"], held_out["eval_loss_wrong_image"]
+        console.print(f"after an image    {right:.3f} {per}, {wrong:.3f} if it is another one of the same size")
     console.print(f"unigram entropy   {unigram:.3f} {per} ({unigram / math.log(2):.3f} bits)")
     if cfg.train.sample_tokens:
         model = nnx.merge(nnx.graphdef(abstract_model(cfg)), state.params, state.buffers)

@@ -44,8 +44,16 @@ def schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def frozen(cfg: Config) -> str | None:
-    """Pattern of the parameters that the stage leaves alone: the indexer warm-up trains the indexer only."""
-    return r"^(?!.*\bindexer\b)" if cfg.model.attention == "warmup" else None
+    """Pattern of the parameters that the stage leaves alone.
+
+    The indexer warm-up trains the indexer only, the draft stage the draft blocks only, every other stage
+    all but DSpark's draft blocks.
+    """
+    if cfg.train.stage == "draft":
+        return r"^(?!mtp\b)"
+    if cfg.model.attention == "warmup":
+        return r"^(?!.*\bindexer\b)"
+    return r"^mtp\b" if cfg.model.dspark_target_layer_ids else None
 
 
 def parameter_groups(cfg: Config, params: Any) -> Any:

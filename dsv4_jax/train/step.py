@@ -16,6 +16,7 @@ from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import RouterBias, whole
 from dsv4_jax.ops.cross_entropy import cross_entropy
 from dsv4_jax.optim.groups import group_leaves
+from dsv4_jax.train.draft import anchor_count, choose_anchors, draft_losses, slot_targets, weights
 from dsv4_jax.train.state import TrainState, abstract_model, batch_spec, optimizer, parameter_groups, schedule
 
 Metrics = dict[str, Any]
@@ -23,6 +24,8 @@ Metrics = dict[str, Any]
 
 def objective_weights(cfg: Config) -> dict[str, float]:
     """Weight of every loss that the configuration puts into the objective, by name."""
+    if cfg.train.stage == "draft":
+        return {f"draft_{name}": getattr(cfg.loss, f"draft_{name}") for name in ("ce", "distance", "confidence")}
     weights = {"loss": 1.0, "mtp_loss": cfg.loss.mtp, "balance_loss": cfg.loss.balance}
     if cfg.model.attention != "dense":
         weights["indexer_loss"] = cfg.loss.indexer
@@ -31,11 +34,25 @@ def objective_weights(cfg: Config) -> dict[str, float]:
     return {name: weight for name, weight in weights.items() if weight}
 
 
-def denominators(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """What the losses of a batch are divided by: its targets of either kind, and its real tokens."""
+def model_inputs(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The part of a batch that the model reads, by argument."""
+    names = ("ids", "segment_ids", "token_types", "patches", "image_grids")
+    return {name: batch[name] for name in names if name in batch}
+
+
+def denominators(batch: dict[str, jax.Array], drafts: tuple[int, float] | None = None) -> dict[str, jax.Array]:
+    """What the losses of a batch are divided by: its targets of either kind, and its real tokens.
+
+    With anchors, also the weights of all slots; `drafts` = (slots of a draft, decay of their weights).
+    """
     counts = {name: (batch[name] >= 0).sum() for name in ("targets", "mtp_targets")}
     counts["real"] = (batch["segment_ids"] > 0).sum()
-    return {name: jnp.maximum(count, 1) for name, count in counts.items()}
+    counts = {name: jnp.maximum(count, 1) for name, count in counts.items()}
+    if drafts is not None:
+        n, decay = drafts
+        total = weights(slot_targets(batch["targets"], batch["anchors"], n), decay).sum()
+        counts["drafts"] = jnp.where(total > 0, total, 1.0)
+    return counts
 
 
 def losses(
@@ -49,7 +66,7 @@ def losses(
     its `denominators`, if the batch is a part of one, so that the parts add up.
     """
     targets, count = batch["targets"], whole_batch or denominators(batch)
-    out = model.features(batch["ids"], batch["segment_ids"], following=jnp.maximum(targets, 0))
+    out = model.features(**model_inputs(batch), following=jnp.maximum(targets, 0))
     head = whole(model.head)
     found = {"loss": cross_entropy(out.h, head, targets) / count["targets"]}
     if out.mtp is not None:
@@ -59,17 +76,19 @@ def losses(
     return found, jnp.stack([told["load"] for told in out.layers])
 
 
-def update_biases(model: DeepSeek, buffers: nnx.State, load_LE: jax.Array, speed: float) -> nnx.State:
+def update_biases(model: DeepSeek, buffers: nnx.State, load_LE: jax.Array, speed: float, first: int = 0) -> nnx.State:
     """Router biases after a step: each moves by `speed` towards an even load (section 4.2.2).
 
     b_e += speed * sign(mean load - load_e), from the tokens of the whole batch, padding excluded; each
-    bias of a layer that has two from its own modality's tokens (V4.1 section 4.2.2).
+    bias of a layer that has two from its own modality's tokens (V4.1 section 4.2.2). The loads are those
+    of the layers from `first` on; other layers' biases stay.
     """
     flat = []
     for path, variable in nnx.to_flat_state(buffers):
-        if isinstance(variable, RouterBias):
+        layers = [i - first for i in model.layers_of(path)]
+        if isinstance(variable, RouterBias) and 0 <= layers[0] < len(load_LE):
             bias = variable.get_value()
-            load = load_LE[jnp.array(model.layers_of(path))]
+            load = load_LE[jnp.array(layers)]
             if load.ndim == 3:
                 load = load[:, int(path[-1] == "bias_vl")]
             load = load.reshape(bias.shape)
@@ -147,15 +166,27 @@ def make_objective(cfg: Config) -> Callable[..., tuple[jax.Array, tuple[dict[str
 
     Beside it come every loss by name and the loads [layers, E].
     """
-    graphdef, weights = nnx.graphdef(abstract_model(cfg)), objective_weights(cfg)
+    graphdef, factors = nnx.graphdef(abstract_model(cfg)), objective_weights(cfg)
 
     def objective(
         params: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array], count: dict[str, jax.Array]
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
-        found, load_LE = losses(nnx.merge(graphdef, params, buffers), batch, count)
-        return sum((weight * found[name] for name, weight in weights.items()), jnp.zeros(())), (found, load_LE)
+        model = nnx.merge(graphdef, params, buffers)
+        if cfg.train.stage == "draft":
+            decay = _drafts(cfg)[1]
+            found, load_LE = draft_losses(model, model_inputs(batch), batch["targets"], batch["anchors"], decay)
+            found = {name: value / count["drafts"] for name, value in found.items()}
+        else:
+            found, load_LE = losses(model, batch, count)
+        return sum((weight * found[name] for name, weight in factors.items()), jnp.zeros(())), (found, load_LE)
 
     return objective
+
+
+def _drafts(cfg: Config) -> tuple[int, float]:
+    """Slots of a draft and the decay of their weights."""
+    n = cfg.model.dspark_block_size
+    return n, cfg.loss.draft_decay or n
 
 
 def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, Metrics]]:
@@ -166,7 +197,10 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]],
 
     def gradient(state: TrainState, batch: dict[str, jax.Array]):
         """Objective, losses and loads, and the gradient, added up over the parts of the batch."""
-        count = denominators(batch)
+        if cfg.train.stage == "draft":
+            key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
+            batch = batch | {"anchors": choose_anchors(batch["targets"], key, anchor_count(cfg))}
+        count = denominators(batch, _drafts(cfg) if cfg.train.stage == "draft" else None)
 
         def part(batch: dict[str, jax.Array]):
             return jax.value_and_grad(objective, has_aux=True)(state.params, state.buffers, batch, count)
@@ -186,7 +220,8 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]],
         model = nnx.merge(graphdef, params, state.buffers)
         buffers = state.buffers
         if cfg.model.attention != "warmup":
-            buffers = update_biases(model, buffers, load_LE, cfg.routing.bias_speed)
+            first = cfg.model.n_layers if cfg.train.stage == "draft" else 0
+            buffers = update_biases(model, buffers, load_LE, cfg.routing.bias_speed, first)
         norms = gradient_norms(grads)
         norm = jnp.sqrt(sum((n * n).sum() for n in norms.values()))
         finite = jnp.isfinite(total) & jnp.isfinite(norm)
@@ -206,18 +241,5 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]],
             "skipped": after.skipped,
         }
         return after, metrics
-
-    return step
-
-
-def make_eval_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], tuple[jax.Array, jax.Array]]:
-    """Sum of the next-token cross-entropies of a batch, in nats, and the number of targets."""
-    graphdef = nnx.graphdef(abstract_model(cfg))
-
-    def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(graphdef, state.params, state.buffers)
-        out = model.features(batch["ids"], batch["segment_ids"], with_mtp=False)
-        targets = batch["targets"]
-        return cross_entropy(out.h, whole(model.head), targets), (targets >= 0).sum()
 
     return step

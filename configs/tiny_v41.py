@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek-V4.1 in miniature, on 8 emulated devices: source text, and drawn lines of it to be read.
+
+python train.py configs/tiny_v41.py
+"""
+
+from dsv4_jax.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+
+
+def config() -> Config:
+    """Six layers with every mode of CSA2, an Engram, a vision tower, and three draft blocks for later."""
+    return Config(
+        model=ModelConfig(
+            vocab_size=258,
+            dim=128,
+            n_layers=6,
+            n_heads=4,
+            head_dim=32,
+            rope_head_dim=16,
+            q_lora_rank=64,
+            o_groups=2,
+            o_lora_rank=64,
+            moe_inter_dim=64,
+            n_routed_experts=16,
+            n_activated_experts=2,
+            compress_ratios=(0, 2, 2, 1, 1, 1, 0),
+            kv_source_layers=(1, 3),
+            index_source_layers=(1, 3, 4),
+            n_hash_layers=0,
+            n_mtp_layers=1,
+            window_size=64,
+            index_n_heads=16,
+            index_head_dim=16,
+            index_topk=32,
+            norm_eps=1e-20,
+            hc_single_pass=True,
+            query_norm=False,
+            modality_bias=True,
+            engram_layer_ids=(1,),
+            engram_vocab_size=4000,
+            engram_n_heads=2,
+            engram_head_dim=16,
+            engram_pad_id=256,
+            vision_n_layers=2,
+            vision_dim=64,
+            vision_n_heads=4,
+            vision_inter_dim=128,
+            vision_patch_size=4,
+            vision_downsample_ratio=3,
+            vision_max_n_token=64,
+            vision_min_pixels=576,
+            image_token_id=257,
+            dspark_target_layer_ids=(3, 4, 5),
+            dspark_block_size=4,
+            dspark_noise_token_id=257,
+            dspark_markov_rank=32,
+            dspark_n_routed_experts=8,
+            dspark_n_activated_experts=2,
+            original_seq_len=512,
+            attention_block=64,
+            remat="none",
+        ),
+        data=DataConfig(mixture={"": 7.0, "drawn:": 1.0}, seq_len=512, batch_size=4),
+        loss=LossConfig(mtp=0.0),
+        optim=OptimConfig(
+            name="deepseek_v41", learning_rate=7e-3, end_learning_rate=1e-4, warmup_steps=15, decay_steps=110
+        ),
+        mesh=MeshConfig(data=2, expert=2, context=2),
+        train=TrainConfig(
+            steps=150, run_dir="runs/tiny_v41", eval_every=75, eval_batches=16, sample_tokens=200, cpu_devices=8
+        ),
+    )

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of the draft blocks: anchors at random, the backbone as teacher and frozen (V4.1 section 2.4.3, DSpark).
+
+Letters: B rows, S positions, A anchors of a row, n slots of a draft, V vocabulary.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.config import Config
+from dsv4_jax.mesh import act_spec, row_spec
+from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.model.dspark import Anchors, Drafts, confidence, slot_logits
+from dsv4_jax.model.params import whole
+from dsv4_jax.ops.cross_entropy import head_logits
+
+
+def anchor_count(cfg: Config) -> int:
+    """Anchors of a row: the configured number, at most one for each position, the same on all `context` devices."""
+    count = min(cfg.loss.draft_anchors, cfg.data.seq_len)
+    return -(-count // cfg.mesh.context) * cfg.mesh.context
+
+
+def choose_anchors(targets_BS: jax.Array, key: jax.Array, count: int) -> jax.Array:
+    """Positions int32 [B, count] drawn without replacement among those with a target; -1 where there are too few."""
+    chance = jax.random.uniform(key, targets_BS.shape, out_sharding=row_spec(2))
+
+    def rows(targets_BS: jax.Array, chance_BS: jax.Array) -> jax.Array:
+        value, position = jax.lax.top_k(jnp.where(targets_BS >= 0, chance_BS, -1.0), min(count, targets_BS.shape[1]))
+        found = jnp.where(value >= 0, position, -1)
+        return jnp.pad(found, [(0, 0), (0, count - found.shape[1])], constant_values=-1)
+
+    spec = row_spec(2)
+    found = jax.shard_map(rows, in_specs=spec, out_specs=spec)(jax.reshard(targets_BS, spec), chance)
+    return jax.reshard(found, act_spec(2))
+
+
+def slot_targets(targets_BS: jax.Array, position_BA: jax.Array, n: int) -> jax.Array:
+    """The tokens [B, A, n] that the slots of every anchor predict, -1 from the first place without one on."""
+
+    def rows(targets_BS: jax.Array, position_BA: jax.Array) -> jax.Array:
+        place = position_BA[..., None] + jnp.arange(n)
+        take = lambda row, at: row.at[at].get(mode="fill", fill_value=-1)
+        found = jax.vmap(take)(targets_BS, jnp.where(position_BA[..., None] < 0, targets_BS.shape[1], place))
+        return jnp.where(jax.lax.cummin(found, axis=2) < 0, -1, found)
+
+    spec = row_spec(2)
+    whole_rows = (jax.reshard(x, spec) for x in (targets_BS, position_BA))
+    found = jax.shard_map(rows, in_specs=spec, out_specs=row_spec(3))(*whole_rows)
+    return jax.reshard(found, act_spec(3))
+
+
+def weights(slots_BAn: jax.Array, decay: float) -> jax.Array:
+    """Weight exp(-k / decay) of slot k, 0 without a target."""
+    return jnp.where(slots_BAn >= 0, jnp.exp(-jnp.arange(slots_BAn.shape[2]) / decay), 0.0)
+
+
+def draft_losses(
+    model: DeepSeek, inputs: dict[str, Any], targets_BS: jax.Array, position_BA: jax.Array, decay: float
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """The drafter's three losses, sums over slots with their weights, and the loads of its experts.
+
+    `draft_ce`: cross-entropy of the true token; `draft_distance`: L1 distance between the drafter's distribution and
+    the backbone's for the same token; `draft_confidence`: cross-entropy of the confidence with the probability of
+    acceptance, one minus half that distance. The backbone gets no gradient.
+    """
+    frozen = jax.lax.stop_gradient
+    backbone = frozen(model.features(**inputs, with_mtp=False, collect=["features"]))
+    n = model.cfg.dspark_block_size
+    read = lambda x_BS: _at(x_BS, position_BA)
+    ids_BS, first_BS = inputs["ids"], backbone.at.docs.first_BS
+    anchors = Anchors(read(ids_BS), position_BA, read(first_BS))
+    slots_BAn = slot_targets(targets_BS, position_BA, n)
+    weight_BAn = weights(slots_BAn, decay)
+    made: Drafts = _shared_frozen(model).drafts(backbone, anchors)
+    # Slot k comes after the true token k places after the anchor, and the backbone predicts from there.
+    before_BAn = jnp.concatenate([anchors.token_BA[..., None], jnp.maximum(slots_BAn[..., :-1], 0)], axis=-1)
+    teacher_BAnD = _spans(backbone.h, position_BA, n)
+
+    @jax.checkpoint
+    def slot(xs: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+        h, u, teacher, before, target, weight = xs
+        frozen_model = _shared_frozen(model)
+        log_p = jax.nn.log_softmax(slot_logits(frozen_model, h, before))
+        log_q = frozen(jax.nn.log_softmax(head_logits(teacher, whole(model.head))))
+        distance = jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)).sum(-1)
+        accepted, c = frozen(1 - distance / 2), confidence(frozen_model, u, before)
+        at = jnp.maximum(target, 0)[..., None]
+        found = {
+            "draft_ce": -jnp.take_along_axis(log_p, at, axis=-1)[..., 0],
+            "draft_distance": distance,
+            "draft_confidence": jax.nn.softplus(c) - accepted * c,
+            "draft_acceptance": accepted,
+        }
+        return {name: (x * weight).sum() for name, x in found.items()}
+
+    xs = (made.h_BAnD, made.u_BAnD, teacher_BAnD, before_BAn, slots_BAn, weight_BAn)
+    sums = jax.lax.map(slot, tuple(jnp.moveaxis(x, 2, 0) for x in xs))
+    return {name: x.sum() for name, x in sums.items()}, jnp.stack(made.loads)
+
+
+def _shared_frozen(model: DeepSeek) -> DeepSeek:
+    """The model with everything but the draft blocks cut off from the gradient."""
+    cut = lambda path, x: x if path[0].name == "mtp" else jax.lax.stop_gradient(x)
+    return jax.tree.map_with_path(cut, model)
+
+
+def _at(x_BS: jax.Array, position_BA: jax.Array) -> jax.Array:
+    """Values of whole rows at positions, 0 for none."""
+
+    def rows(x_BS: jax.Array, position_BA: jax.Array) -> jax.Array:
+        return jnp.where(position_BA < 0, 0, jnp.take_along_axis(x_BS, jnp.maximum(position_BA, 0), axis=1))
+
+    spec = row_spec(2)
+    found = jax.shard_map(rows, in_specs=spec, out_specs=spec)(*(jax.reshard(x, spec) for x in (x_BS, position_BA)))
+    return jax.reshard(found, act_spec(2))
+
+
+def _spans(h_BSD: jax.Array, position_BA: jax.Array, n: int) -> jax.Array:
+    """Features [B, A, n, D] of the n positions from each anchor on, as far as the row goes."""
+
+    def rows(h_BSD: jax.Array, position_BA: jax.Array) -> jax.Array:
+        place = jnp.clip(position_BA[..., None] + jnp.arange(n), 0, h_BSD.shape[1] - 1)
+        return jax.vmap(lambda h, at: h[at])(h_BSD, place)
+
+    specs = row_spec(3), row_spec(2)
+    h_BSD, position_BA = (jax.reshard(x, spec) for x, spec in zip((h_BSD, position_BA), specs, strict=True))
+    found = jax.shard_map(rows, in_specs=specs, out_specs=row_spec(4))(h_BSD, position_BA)
+    return jax.reshard(found, act_spec(4))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation on held-out documents: of text, and of text after an image, with that image and with another."""
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dsv4_jax.config import Config
+from dsv4_jax.data.pipeline import Batch
+from dsv4_jax.mesh import act_spec, row_spec
+from dsv4_jax.model.params import whole
+from dsv4_jax.model.vision import TEXT
+from dsv4_jax.ops.cross_entropy import cross_entropy
+from dsv4_jax.train.state import TrainState, abstract_model
+from dsv4_jax.train.step import model_inputs
+
+Sums = dict[str, tuple[jax.Array, jax.Array]]
+
+
+def make_eval_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], Sums]:
+    """Sum of the next-token cross-entropies of a batch, in nats, and the number of targets: of `text`, and
+    with a vision tower of the targets after an `image` in their document."""
+    graphdef = nnx.graphdef(abstract_model(cfg))
+
+    def step(state: TrainState, batch: dict[str, jax.Array]) -> Sums:
+        model = nnx.merge(graphdef, state.params, state.buffers)
+        out = model.features(**model_inputs(batch), with_mtp=False)
+        targets = {"text": batch["targets"]}
+        if "token_types" in batch:
+            after = after_image(batch["token_types"], out.at.docs.first_BS)
+            targets = {"text": jnp.where(after, -1, batch["targets"]), "image": jnp.where(after, batch["targets"], -1)}
+        return {kind: (cross_entropy(out.h, whole(model.head), t), (t >= 0).sum()) for kind, t in targets.items()}
+
+    return step
+
+
+def after_image(token_types_BS: jax.Array, first_BS: jax.Array) -> jax.Array:
+    """Whether an image begins before or at a position [B, S] in its document; `first` has whole rows."""
+
+    def rows(types_BS: jax.Array, first_BS: jax.Array) -> jax.Array:
+        t = jnp.arange(types_BS.shape[1])
+        return jax.lax.cummax(jnp.where(types_BS != TEXT, t, -1), axis=1) >= first_BS
+
+    spec = row_spec(2)
+    found = jax.shard_map(rows, in_specs=spec, out_specs=spec)(jax.reshard(token_types_BS, spec), first_BS)
+    return jax.reshard(found, act_spec(2))
+
+
+def wrong_images(batches: list[Batch]) -> list[Batch]:
+    """The batches with every image replaced by the next one of the same size, if there is another."""
+    alike: dict[tuple[int, int], list[tuple[int, int, slice]]] = collections.defaultdict(list)
+    for number, batch in enumerate(batches):
+        for row, grids in enumerate(batch["image_grids"]):
+            ends = np.cumsum(grids[:, 2] * grids[:, 3])
+            for end, (_, _, height, width) in zip(ends, grids, strict=True):
+                if height:
+                    alike[height, width].append((number, row, slice(end - height * width, end)))
+    swapped = [batch | {"patches": batch["patches"].copy()} for batch in batches]
+    for places in alike.values():
+        for (number, row, span), (other, other_row, other_span) in zip(places, places[1:] + places[:1], strict=True):
+            swapped[number]["patches"][row, span] = batches[other]["patches"][other_row, other_span]
+    return swapped
+
+
+def evaluate(
+    eval_step: Callable[..., Sums], state: TrainState, batches: list[Batch], place: Callable[[Batch], Any]
+) -> dict[str, float]:
+    """Mean cross-entropies in nats by metric: `eval_loss` of text, and if there are images `eval_loss_image` and
+    `eval_loss_wrong_image` of text after an image, with the image and with another of its size.
+
+    Without any document of text alone, `eval_loss` is of all targets.
+    """
+
+    def means(batches: Iterable[Batch]) -> dict[str, float]:
+        sums = jax.device_get([eval_step(state, place(batch)) for batch in batches])
+        total = jax.tree.map(lambda *x: float(np.sum(x)), *sums)
+        return {kind: s / n for kind, (s, n) in total.items() if n}
+
+    found = means(batches)
+    scalars = {"eval_loss": found.get("text", found.get("image", float("nan")))}
+    if "image" in found:
+        scalars["eval_loss_image"] = found["image"]
+        scalars["eval_loss_wrong_image"] = means(wrong_images(batches))["image"]
+    return scalars
+
+
+def unigram_entropy(evaluation: list[Batch]) -> float:
+    """Entropy in nats of the frequencies of the batches' targets: what a model without context can reach."""
+    targets = np.concatenate([batch["targets"].reshape(-1) for batch in evaluation])
+    count = np.bincount(targets[targets >= 0])
+    p = count[count > 0] / count.sum()
+    return float(-(p * np.log(p)).sum())
