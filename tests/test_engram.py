@@ -350,7 +350,8 @@ def test_rows_of_text_on_any_mesh():
             @jax.jit
             def find(ids, text, segments):
                 numbers = token_map_of(cfg, Params(nnx.Rngs(0), 0.02))
-                return engram_rows(cfg, numbers, ids, text, documents(jax.reshard(segments, row_spec(2))))
+                borders = jax.shard_map(documents, in_specs=row_spec(2), out_specs=row_spec(2))
+                return engram_rows(cfg, numbers, ids, text, borders(jax.reshard(segments, row_spec(2))))
 
             got = np.asarray(find(*(jax.device_put(a, act_spec(2)) for a in (ids, text, segments))))
         np.testing.assert_array_equal(got, want)
