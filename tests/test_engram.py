@@ -159,7 +159,7 @@ def test_gradient_reaches_the_rows_that_text_read(small, large):
         assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in (*grads.values(), dx))
 
 
-MESHES = [(2, 2, 2), (1, 1, 8), (8, 1, 1)]
+MESHES = [(2, 2, 2), (1, 1, 8)]
 
 
 @pytest.mark.parametrize("shape", MESHES)
