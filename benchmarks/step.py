@@ -11,11 +11,10 @@ import sys
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 from timing import fastest
 
 import dsv4_jax as ds
-from dsv4_jax.mesh import act_spec, make_mesh, start_devices
+from dsv4_jax.mesh import make_mesh, start_devices
 from dsv4_jax.summary import operations_per_token
 from dsv4_jax.train.state import abstract_batch, init_state
 from dsv4_jax.train.step import make_train_step
@@ -29,8 +28,12 @@ def prepared(cfg: ds.Config, mesh: jax.sharding.Mesh):
     with jax.set_mesh(mesh):
         random = np.random.default_rng(0).integers(0, cfg.model.vocab_size, (cfg.data.batch_size, cfg.data.seq_len))
         shapes = abstract_batch(cfg, cfg.data.batch_size)
-        rows = dict.fromkeys(shapes, random.astype(np.int32)) | {"segment_ids": np.ones_like(random, np.int32)}
-        batch = {name: jax.device_put(x, NamedSharding(mesh, act_spec(2))) for name, x in rows.items()}
+        rows = {name: np.zeros(x.shape, x.dtype) for name, x in shapes.items()}  # no images
+        rows |= {name: random.astype(np.int32) for name in ("ids", "targets", "mtp_targets")}
+        rows |= {
+            name: np.full_like(rows["ids"], x) for name, x in (("segment_ids", 1), ("token_types", -1)) if name in rows
+        }
+        batch = {name: jax.device_put(x, shapes[name].sharding) for name, x in rows.items()}
         state = jax.jit(lambda: init_state(cfg))()
         step = jax.jit(make_train_step(cfg), donate_argnums=0).lower(state, batch).compile()
         state, metrics = step(state, batch)

@@ -24,7 +24,8 @@ class DataConfig(Section):
 
     path: str = ""
     """What to train on: a file, folder or glob pattern of text, .jsonl, .parquet, .array_record, .bin or .npy, or a
-    folder that the `data` command made; empty: the Python standard library's source."""
+    folder that the `data` command made; empty: the Python standard library's source. drawn: or drawn:PATH: lines of
+    it, or of those texts, each as a picture followed by its characters."""
     mixture: dict[str, float] = dataclasses.field(default_factory=dict)
     """Several such paths and the share of tokens that each gives; each has its own epochs. Instead of path."""
     text_field: str = "text"
@@ -45,6 +46,13 @@ class DataConfig(Section):
     """Rows of a step."""
     workers: int = 1
     """Threads that make batches ahead of time; 0 makes each when it is needed. They do not change the data."""
+    image_field: str = "images"
+    """Field or column of JSONL and Parquet records with the images that each <image> in the text stands for; read
+    if the model has vision. Empty: none."""
+    row_patches: int = 0
+    """Patches that the images of a row have at most; 0: those of the largest image, or of a quarter of the row."""
+    row_images: int = 0
+    """Images that a row holds at most; 0: as many small ones as the patches allow."""
     held_out: float = 0.02
     """Share of the documents, chosen by a hash of their names, that evaluation reads and training does not."""
     held_out_path: str = ""
@@ -57,7 +65,9 @@ class DataConfig(Section):
 
     def _check(self) -> None:
         self.need_positive("seq_len batch_size")
-        self.need("workers", self.workers >= 0, "must be 0 or above")
+        for key in ("workers", "row_patches", "row_images"):
+            self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+        self.need("image_field", self.image_field != self.text_field, "must be another than data.text_field")
         self.need("held_out", 0 < self.held_out < 1, "must be between 0 and 1")
         self.need("mixture", all(w > 0 for w in self.mixture.values()), "must have weights above 0")
         self.need("mixture", not (self.mixture and self.path), f"cannot stand beside data.path = {self.path!r}")

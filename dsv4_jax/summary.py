@@ -11,7 +11,7 @@ from flax import nnx
 from dsv4_jax import optim
 from dsv4_jax.config import Config
 from dsv4_jax.mesh import RULES
-from dsv4_jax.model.config import CSA_RATIO, LayerSpec, ModelConfig
+from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.optim.groups import block_count, group_leaves
 from dsv4_jax.train.state import abstract_batch, abstract_model, abstract_state, parameter_groups
@@ -40,12 +40,13 @@ def operations_per_token(cfg: ModelConfig, S: int) -> tuple[float, float]:
     table = cfg.vocab_size * cfg.dim
     matrices = 6.0 * (parameter_counts(cfg)[1] - table + cfg.n_mtp_layers * table)
     attention = 0.0
-    for ratio in cfg.compress_ratios:
-        seen = S / (2 * ratio) if ratio else 0.0
-        read = seen
-        if ratio == CSA_RATIO and cfg.attention != "dense":
+    drafts = (LayerSpec("window"),) * cfg.n_mtp_layers
+    for spec in (*cfg.layer_specs, *drafts):
+        seen = S / (2 * spec.ratio) if spec.ratio else 0.0
+        if spec.indexed and cfg.attention != "dense":
             attention += 3 * 2 * cfg.index_n_heads * cfg.index_head_dim * seen
-            read = min(seen, cfg.index_topk) if cfg.attention == "sparse" else seen
+        selected = cfg.attention == "sparse" and (spec.indexed or spec.mode == "reuse")
+        read = min(seen, cfg.index_topk) if selected else seen
         attention += 3 * 4 * cfg.n_heads * cfg.head_dim * (min(cfg.window_size, S / 2) + read)
     return matrices, attention
 
@@ -63,7 +64,7 @@ def describe_model(cfg: ModelConfig) -> list[str]:
         lines.append(f"{title:10}  {span:>6}  {group.repeats} x [{kinds}]")
         title = ""
     if cfg.n_mtp_layers:
-        lines.append(f"{'':10}  {'mtp':>6}  {LayerSpec(ratio=0, hashed=False).name}")
+        lines.append(f"{'':10}  {'mtp':>6}  {LayerSpec('window').name}")
     return [*lines, f"attention   {cfg.attention}, YaRN {'on' if cfg.yarn else 'off'}"]
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 import dsv4_jax as ds
 from dsv4_jax.model.official import official_shapes, official_tensors
 from dsv4_jax.model.params import whole
+from dsv4_jax.model.token_map import token_map
 from dsv4_jax.ops.cross_entropy import head_logits
 
 
@@ -54,6 +55,8 @@ def loaded_model(cfg: ds.ModelConfig, tensors: Mapping[str, np.ndarray]) -> ds.D
     """A model filled with official tensors."""
     model = empty_model(cfg)
     ds.load_official(model, tensors)
+    if model.token_map is not None:  # in no official checkpoint
+        model.token_map.set_value(jnp.asarray(token_map(cfg)))
     return model
 
 
@@ -133,7 +136,7 @@ class Golden:
 
 def _objective(graph, params, rest, ids, segment_ids, losses: Losses):
     model = nnx.merge(graph, params, rest)
-    out = model.features(ids, segment_ids, streams=True)
+    out = model.features(ids, segment_ids, collect=("streams",))
     head = whole(model.head)
     logits, mtp = head_logits(out.h, head), head_logits(out.mtp, head)
     loss = (position_losses(logits, losses.targets) * losses.ce).sum()

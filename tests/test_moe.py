@@ -123,7 +123,7 @@ class Layer:
         @jax.jit
         def run(moe, x, real, forced):
             def loss(moe, x):
-                y, routing = moe(x, jnp.zeros((B, S), int), real, forced, jnp.float32)
+                y, routing = moe(x, jnp.zeros((B, S), int), real, None, forced, jnp.float32)
                 return (y * self.out).sum(), (y, routing, loads(routing, real, E))
 
             return jax.grad(loss, argnums=(0, 1), has_aux=True)(moe, x)

@@ -45,7 +45,7 @@ def test_published_lists(layers: list, want: tuple[int, int], repeats: int):
 
 
 def test_hashed_layers_are_other_layers():
-    layers = [LayerSpec(ratio=r, hashed=i < 3) for i, r in enumerate(FLASH)]
+    layers = [LayerSpec({0: "window", 4: "csa"}.get(r, "hca"), r, hashed=i < 3) for i, r in enumerate(FLASH)]
     groups = plan(layers)
     check(layers, groups)
     assert cost(groups)[0] == 4  # window hash, csa hash, and the pair of hca and csa with learned routing

@@ -5,6 +5,9 @@ Documents are cut into pieces of at most S inputs. The pieces of every source ar
 epochs. A block takes the next `BLOCK` of them, from every source its share, and is packed on its own: longest
 piece first, into the fullest row that has room; then its rows are shuffled. So a position in the stream is two
 numbers, and whoever has them can go on from there.
+
+A document with images is cut so that no image is: a piece ends where the next image would not fit, as positions, as
+patches or as one more image of a row. Rows too are filled only up to their budget of patches and images.
 """
 
 import bisect
@@ -16,19 +19,26 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from dsv4_jax.data.images import Budget
 from dsv4_jax.data.sources import Source
+from dsv4_jax.validate import ConfigError
 
 BLOCK = 4096  # pieces that are packed together
 _SMALL = 1 << 20
 
 
 class Piece(NamedTuple):
-    """`length` inputs of a document of a source, from its token `first` on."""
+    """`length` inputs of a document of a source, from its token `first` on.
+
+    `images` are those that lie in it, by their numbers in the source, of so many `patches`.
+    """
 
     source: int
     document: int
     first: int
     length: int
+    images: range = range(0)
+    patches: int = 0
 
 
 class Position(NamedTuple):
@@ -49,11 +59,15 @@ class Part:
         source: the documents.
         documents: int [m], their numbers in the source.
         ends: int [m], pieces up to and including each one's.
+        S: inputs of a piece at most.
+        budget: its images at most.
     """
 
     source: Source
     documents: np.ndarray
     ends: np.ndarray
+    S: int
+    budget: Budget | None = None
 
     @property
     def pieces(self) -> int:
@@ -65,18 +79,82 @@ class Part:
         """Tokens of the documents, borders included."""
         return int(self.source.lengths[self.documents].sum())
 
+    @property
+    def images(self) -> int:
+        """Images of the documents."""
+        return int(self.source.spans.counts[self.documents].sum()) if self.source.spans else 0
 
-def part(source: Source, chosen: np.ndarray, S: int) -> Part:
-    """The documents where `chosen` [n] is true, to be cut for rows of S."""
+    def piece(self, document: int, number: int) -> Piece:
+        """A piece of a document of the source, which is taken for source 0."""
+        if self.source.spans is None or not self.source.spans.numbers(document):
+            first = number * self.S
+            return Piece(0, document, first, min(self.S, int(self.source.lengths[document]) - 1 - first))
+        return self.cut(document)[number]
+
+    def cut(self, document: int) -> list[Piece]:
+        """All pieces of a document with images."""
+        spans, budget = self.source.spans, self.budget
+        assert spans is not None and budget is not None
+        images, inputs = spans.numbers(document), int(self.source.lengths[document]) - 1
+        pieces, first = [], 0
+        while first < inputs:
+            last, begin, patches = min(first + self.S, inputs), images.start, 0
+            while images:
+                start, positions, rows, columns = spans.table[images.start].tolist()
+                if start >= last:
+                    break
+                patches += rows * columns
+                count = images.start - begin + 1
+                if start + positions > last or patches > budget.patches or count > budget.images:
+                    last, patches = start, patches - rows * columns
+                    break
+                images = images[1:]
+            pieces.append(Piece(0, document, first, last - first, range(begin, images.start), patches))
+            first = last
+        return pieces
+
+
+def part(source: Source, chosen: np.ndarray, S: int, budget: Budget | None = None) -> Part:
+    """The documents where `chosen` [n] is true, to be cut for rows of S, with images up to a `budget`.
+
+    Raises:
+        ConfigError: if an image does not fit in a row.
+    """
     documents = np.flatnonzero(chosen)
     inputs = source.lengths[documents] - 1  # the last token is a target only
-    return Part(source, documents, np.cumsum(-(-inputs // S)))
+    counts = -(-inputs // S)
+    spans = source.spans
+    if spans is not None and budget is not None:
+        _check_images(source, S, budget)
+        whole = (inputs <= S) & (spans.total(spans.patches)[documents] <= budget.patches)
+        whole &= spans.counts[documents] <= budget.images
+        every = Part(source, documents, counts, S, budget)
+        for i in np.flatnonzero(~whole & (spans.counts[documents] > 0)):
+            counts[i] = len(every.cut(int(documents[i])))
+    return Part(source, documents, np.cumsum(counts), S, budget)
 
 
-def split(source: Source, held_out: float, S: int) -> tuple[Part, Part]:
+def _check_images(source: Source, S: int, budget: Budget) -> None:
+    assert source.spans is not None
+    for sizes, most, key, unit in (
+        (source.spans.table[:, 1], S, "data.seq_len", "positions"),
+        (source.spans.patches, budget.patches, "data.row_patches", "patches"),
+    ):
+        worst = int(np.argmax(sizes))
+        if sizes[worst] > most:
+            document = int(np.searchsorted(source.spans.ends, worst, side="right"))
+            number = worst - source.spans.numbers(document).start + 1
+            raise ConfigError(
+                f"{source.name}: image {number} of document {document + 1} takes {sizes[worst]:,} {unit}, more than "
+                f"the {most:,} of a row: raise {key} or lower model.vision_max_n_token = "
+                f"{budget.model.vision_max_n_token}"
+            )
+
+
+def split(source: Source, held_out: float, S: int, budget: Budget | None = None) -> tuple[Part, Part]:
     """Documents to train on and documents to hold out, by the hash of their names."""
     draw = source.keys / 2**32
-    return part(source, draw >= held_out, S), part(source, draw < held_out, S)
+    return part(source, draw >= held_out, S, budget), part(source, draw < held_out, S, budget)
 
 
 class Order:
@@ -104,11 +182,23 @@ class Plan:
     Attributes:
         parts: what is mixed.
         S: positions of a row.
+        budget: images of a row; None without vision.
     """
 
-    def __init__(self, parts: Sequence[Part], weights: Sequence[float], S: int, seed: int, repeat: bool):
-        """Endless and shuffled with `repeat`, each part by its weight in tokens; else every piece once, in order."""
-        self.parts, self.S, self._seed, self._repeat = parts, S, seed, repeat
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        weights: Sequence[float],
+        S: int,
+        seed: int,
+        repeat: bool,
+        budget: Budget | None = None,
+    ):
+        """Endless and shuffled with `repeat`, each part by its weight in tokens; else every piece once, in order.
+
+        An image's positions are tokens.
+        """
+        self.parts, self.S, self.budget, self._seed, self._repeat = parts, S, budget, seed, repeat
         self._orders = [Order(p.pieces, seed + number) for number, p in enumerate(parts)]
         # Shares of the pieces, from shares of the targets: every token but a document's first.
         share = [w * p.pieces / (p.tokens - len(p.documents)) for w, p in zip(weights, parts, strict=False)]
@@ -127,14 +217,18 @@ class Plan:
     def _piece(self, number: int, index: int) -> Piece:
         p = self.parts[number]
         at = int(np.searchsorted(p.ends, index, side="right"))
-        document = int(p.documents[at])
-        first = (index - (int(p.ends[at - 1]) if at else 0)) * self.S
-        return Piece(number, document, first, min(self.S, int(p.source.lengths[document]) - 1 - first))
+        piece = p.piece(int(p.documents[at]), index - (int(p.ends[at - 1]) if at else 0))
+        return piece._replace(source=number)
 
     def block(self, number: int) -> list[list[Piece]]:
         """All rows of a block; none past the end."""
         pieces = [self._piece(*piece) for piece in self._numbers(number)]
-        rows = [[pieces[i] for i in row] for row in best_fit([p.length for p in pieces], self.S)]
+        if self.budget:
+            costs = np.array([(p.length, p.patches, len(p.images)) for p in pieces]).reshape(-1, 3)
+            numbers = best_fit_within(costs, (self.S, self.budget.patches, self.budget.images))
+        else:
+            numbers = best_fit([p.length for p in pieces], self.S)
+        rows = [[pieces[i] for i in row] for row in numbers]
         if not self._repeat:
             return rows
         return [rows[i] for i in np.random.RandomState([self._seed, number]).permutation(len(rows))]
@@ -163,4 +257,21 @@ def best_fit(lengths: Sequence[int], S: int) -> list[list[int]]:
         rows[row].append(i)
         if left > lengths[i]:
             bisect.insort(room, (left - lengths[i], row))
+    return [sorted(row) for row in rows]
+
+
+def best_fit_within(costs: np.ndarray, limits: Sequence[int]) -> list[list[int]]:
+    """`best_fit` of pieces [n, k] that have a length and other costs, whose sums in a row stay within k limits."""
+    rows: list[list[int]] = []
+    room = np.empty((len(costs), len(limits)), np.int64)  # what is left of every row
+    for i in np.argsort(-costs[:, 0], kind="stable").tolist():
+        fits = np.flatnonzero((room[: len(rows)] >= costs[i]).all(-1))
+        if len(fits):
+            row = int(fits[np.argmin(room[fits, 0])])
+        else:
+            row = len(rows)
+            room[row] = limits
+            rows.append([])
+        rows[row].append(i)
+        room[row] -= costs[i]
     return [sorted(row) for row in rows]

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of packed rows, made ahead of time by threads; every process reads only the rows that it needs.
 
-A batch is a dict of int32 arrays: `ids`; `segment_ids` (0 padding, 1, 2, ... documents); `targets`, the
+A batch is a dict of int32 arrays [B, S]: `ids`; `segment_ids` (0 padding, 1, 2, ... documents); `targets`, the
 token after each one, and `mtp_targets`, the one after that, -1 where there is none. Targets come from whole
 documents, so a document longer than a row loses none where it is cut. The stream depends on the sources, the
 seed, S and B alone: not on workers, processes or the mesh.
+
+For a model with vision there are also
+- `token_types` [B, S]: 0 START, 1 IMAGE, 2 NEWLINE, 3 END of an image, -1 text and padding;
+- `patches`, float32 [B, P, 3, p, p]: those of each row's images, in reading order, one image after another; then 0;
+- `image_grids`, int32 [B, n, 4]: for each image of a row (number of the row in the batch, position of its START,
+  rows, columns of its patches), in order; then lines of 0.
+P patches and n images are the row's budget. The id of images is never a target: a position before START and all
+of an image but its END have target -1; the END has the text that follows. `mtp_targets` are -1 also where `targets`
+are, since the block that predicts them reads those.
 """
 
 import collections
@@ -14,25 +23,61 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from dsv4_jax.data.images import TEXT, Budget, ImageError, read, token_types
 from dsv4_jax.data.packing import START, Part, Piece, Plan, Position
+from dsv4_jax.data.sources import Source
+from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.validate import RunError
 
 Batch = dict[str, np.ndarray]
 PADDING = {"ids": 0, "segment_ids": 0, "targets": -1, "mtp_targets": -1}
 
 
-def fill(row: Sequence[Piece], parts: Sequence[Part], S: int) -> Batch:
-    """One row [S] from its pieces."""
+def fill(row: Sequence[Piece], parts: Sequence[Part], S: int, budget: Budget | None = None, number: int = 0) -> Batch:
+    """One row [S] from its pieces; it is row `number` of the batch."""
     batch = {name: np.full(S, value, np.int32) for name, value in PADDING.items()}
-    at = 0
+    if budget:
+        batch |= _no_images(S, budget)
+    at = count = used = 0
     for segment, piece in enumerate(row, 1):
-        n, first = piece.length, piece.first
-        tokens = parts[piece.source].source.tokens(piece.document, first, first + n + 2)
+        n, first, source = piece.length, piece.first, parts[piece.source].source
+        tokens = source.tokens(piece.document, first, first + n + 2)
         here = slice(at, at + n)
         batch["ids"][here], batch["segment_ids"][here], batch["targets"][here] = tokens[:n], segment, tokens[1 : n + 1]
         after = tokens[2 : n + 2]  # one fewer at the end of a document
         batch["mtp_targets"][at : at + len(after)] = after
+        for image in piece.images:
+            assert budget and source.spans
+            start, positions, rows, columns = source.spans.table[image].tolist()
+            start += at - first
+            ratio = budget.model.vision_downsample_ratio
+            types = token_types((-(-rows // ratio), -(-columns // ratio)))
+            batch["token_types"][start : start + positions] = types
+            batch["image_grids"][count] = number, start, rows, columns
+            batch["patches"][used : used + rows * columns] = _patches(source, image, budget.model)
+            count, used = count + 1, used + rows * columns
         at += n
+    if budget:
+        batch["targets"][batch["targets"] == budget.model.image_token_id] = -1
+        no_target = (batch["targets"] < 0) | (batch["mtp_targets"] == budget.model.image_token_id)
+        batch["mtp_targets"][no_target] = -1
     return batch
+
+
+def _no_images(S: int, budget: Budget) -> Batch:
+    """What a row has beside its tokens, without images."""
+    return {
+        "token_types": np.full(S, TEXT, np.int32),
+        "patches": np.zeros((budget.patches, 3, *(budget.model.vision_patch_size,) * 2), np.float32),
+        "image_grids": np.zeros((budget.images, 4), np.int32),
+    }
+
+
+def _patches(source: Source, image: int, model: ModelConfig) -> np.ndarray:
+    try:
+        return read(source.image(image), model)
+    except ImageError as error:  # it could be read before
+        raise RunError(f"{source.name}: image {image + 1} of all cannot be read any more: {error}") from error
 
 
 class Stream(Iterator[Batch]):
@@ -68,8 +113,9 @@ class Stream(Iterator[Batch]):
         self._ahead = workers * ahead
 
     def _make(self, rows: list[list[Piece]]) -> Batch:
-        made = [fill(rows[r] if r < len(rows) else [], self._plan.parts, self._length) for r in self.own]
-        return {name: np.stack([row[name] for row in made]) for name in PADDING}
+        plan, get = self._plan, lambda r: rows[r] if r < len(rows) else []
+        made = [fill(get(r), plan.parts, self._length, plan.budget, r) for r in self.own]
+        return {name: np.stack([row[name] for row in made]) for name in made[0]}
 
     def _schedule(self, batches: int) -> None:
         """Has so many batches waiting, or as many as there are."""

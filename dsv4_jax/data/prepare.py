@@ -13,20 +13,26 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dsv4_jax.config import Config, DataConfig
+from dsv4_jax.data.documents import tokenized
+from dsv4_jax.data.drawn import PREFIX
+from dsv4_jax.data.images import row_budget
+from dsv4_jax.data.interleaved import Document, vision_settings
 from dsv4_jax.data.packing import Plan, split
 from dsv4_jax.data.records import TOKENS, ArrayRecordWriter, find
 from dsv4_jax.data.sources import (
     FORMAT,
+    IMAGES,
     INDEX,
+    SPANS,
     Source,
     id_type,
     key_of,
     open_source,
     open_sources,
     prepared_folder,
-    tokenized,
 )
 from dsv4_jax.data.tokenizer import Tokenizer, load_tokenizer
+from dsv4_jax.model.config import ModelConfig
 
 _SHARD = 1 << 28  # bytes of ids in a shard
 
@@ -37,34 +43,45 @@ def run(cfg: Config, console: Console) -> None:
     Raises:
         ConfigError: if a source or the tokenizer cannot be used.
     """
-    data = cfg.data
+    data, vision = cfg.data, cfg.model if cfg.model.vision_n_layers else None
     tokenizer = load_tokenizer(data.tokenizer, data.border)
     for path in [*data.paths, *filter(None, [data.held_out_path])]:
-        if (Path(path) / INDEX).is_file() and path:
-            continue
+        if path.startswith(PREFIX) or ((Path(path) / INDEX).is_file() and path):
+            continue  # nothing to store; done
         _, files = find(path)
         if any(f.suffix in TOKENS for f in files):
             continue  # ids already; `open_source` checks them
-        folder = prepared_folder(path, data, tokenizer)
+        folder = prepared_folder(path, data, tokenizer, vision)
         if (folder / INDEX).is_file():
             console.print(f"{folder} is there already")
         else:
             size = sum(f.stat().st_size for f in files)
-            write_shards(path, data, tokenizer, folder, size, console)
-            open_source(path, data, tokenizer)  # as training will, checks included
+            write_shards(path, data, tokenizer, folder, size, console, vision)
+            open_source(path, data, tokenizer, vision)  # as training will, checks included
             console.print(f"wrote {folder}")
-    sources, held_out, tokenizer = open_sources(data, cfg.model.vocab_size)
+    sources, held_out, tokenizer = open_sources(data, cfg.model.vocab_size, vision)
     for source in [*sources, *filter(None, [held_out])]:
         for line in describe(source, cfg, tokenizer):
             console.print(line)
 
 
-def write_shards(path: str, data: DataConfig, tokenizer: Tokenizer, folder: Path, size: int, console: Console) -> None:
-    """Tokenises a source into shards of ArrayRecord under an index; the folder appears when all of it is done."""
+def write_shards(
+    path: str,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    folder: Path,
+    size: int,
+    console: Console,
+    vision: ModelConfig | None = None,
+) -> None:
+    """Tokenises a source into shards of ArrayRecord under an index; the folder appears when all of it is done.
+
+    Images lie in shards of their own, as they are: encoded.
+    """
     new = folder.with_name(folder.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    skipped, shards = 0, _Shards(new, id_type(tokenizer))
+    skipped, shards = 0, _Shards(new, id_type(tokenizer, vision))
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -75,12 +92,12 @@ def write_shards(path: str, data: DataConfig, tokenizer: Tokenizer, folder: Path
     )
     with bar, contextlib.closing(shards):
         task = bar.add_task(f"tokenising {path or 'the standard library'}", total=size)
-        for record, ids in tokenized(path, data, tokenizer):
+        for record, document in tokenized(path, data, tokenizer, vision):
             bar.advance(task, record.size)
-            if ids is None:
+            if document is None:
                 skipped += 1
-            elif len(ids):
-                shards.add(ids, key_of(record.name))
+            elif len(document.ids):
+                shards.add(document, key_of(record.name))
     index: dict[str, Any] = {
         "format": FORMAT,
         "source": path or "standard library",
@@ -90,25 +107,37 @@ def write_shards(path: str, data: DataConfig, tokenizer: Tokenizer, folder: Path
         "skipped": skipped,
         "shards": shards.done,
     }
+    if vision:
+        index["vision"] = vision_settings(vision)
     (new / INDEX).write_text(json.dumps(index, indent=1) + "\n")
     new.replace(folder)
 
 
 class _Shards:
-    """Writes documents into one shard after another, each with a table of lengths and keys beside it."""
+    """Writes documents into one shard after another, each with a table of lengths and keys beside it.
+
+    Their images go into a file with a table of document, start, positions, rows and columns of patches.
+    """
 
     def __init__(self, folder: Path, kind: np.dtype):
         self.kind, self.done = kind, []
-        self._folder, self._writer, self._table, self._bytes = folder, None, [], 0
+        self._images: Any = None
+        self._folder, self._writer, self._table, self._spans, self._bytes = folder, None, [], [], 0
 
-    def add(self, ids: np.ndarray, key: int) -> None:
+    def add(self, document: Document, key: int) -> None:
         if self._writer is None:
-            self._name = f"{len(self.done):05}"
+            self._file = str(self._folder / f"{len(self.done):05}")
             # A record a group: a document is read without its neighbours.
-            self._writer = ArrayRecordWriter(str(self._folder / f"{self._name}.array_record"), "group_size:1")
-        data = ids.astype(self.kind).tobytes()
+            self._writer = ArrayRecordWriter(self._file + ".array_record", "group_size:1")
+        if document.images and self._images is None:
+            self._images = ArrayRecordWriter(self._file + IMAGES, "group_size:1,uncompressed")
+        for span, image in zip(document.spans.tolist(), document.images, strict=True):
+            self._images.write(image)
+            self._spans.append((len(self._table), *span))
+            self._bytes += len(image)
+        data = document.ids.astype(self.kind).tobytes()
         self._writer.write(data)
-        self._table.append((len(ids), key))
+        self._table.append((len(document.ids), key))
         self._bytes += len(data)
         if self._bytes >= _SHARD:
             self.close()
@@ -117,11 +146,15 @@ class _Shards:
         if self._writer is None:
             return
         self._writer.close()
-        files = [self._folder / f"{self._name}{suffix}" for suffix in (".array_record", ".npy")]
-        np.save(files[1], np.array(self._table, np.uint32))
-        sizes = [file.stat().st_size for file in files]
-        self.done.append({"name": self._name, "bytes": sizes[0], "table_bytes": sizes[1]})
-        self._writer, self._table, self._bytes = None, [], 0
+        np.save(self._file + ".npy", np.array(self._table, np.uint32))
+        shard: dict[str, Any] = {"name": Path(self._file).name}
+        files = {"bytes": ".array_record", "table_bytes": ".npy"}
+        if self._images is not None:
+            self._images.close()
+            np.save(self._file + SPANS, np.array(self._spans, np.int32))
+            files |= {"images_bytes": IMAGES, "spans_bytes": SPANS}
+        self.done.append(shard | {key: Path(self._file + suffix).stat().st_size for key, suffix in files.items()})
+        self._writer, self._images, self._table, self._spans, self._bytes = None, None, [], [], 0
 
 
 def describe(source: Source, cfg: Config, tokenizer: Tokenizer) -> Iterator[str]:
@@ -131,11 +164,26 @@ def describe(source: Source, cfg: Config, tokenizer: Tokenizer) -> Iterator[str]
     yield f"{source.name}: {len(lengths):,} documents, {tokens}, {source.skipped:,} records skipped"
     quarters = ", ".join(f"{int(q):,}" for q in np.quantile(lengths, [0, 0.25, 0.5, 0.75, 1]))
     yield f"  lengths (least, quartiles, most): {quarters}"
-    train, held_out = split(source, cfg.data.held_out, S)
+    budget = row_budget(cfg)
+    if budget and (spans := source.spans):
+        seen = int(spans.table[:, 1].sum())
+        yield (
+            f"  {len(spans.table):,} images of {spans.patches.sum():,} patches in {(spans.counts > 0).sum():,} "
+            f"documents: {seen:,} positions of images, {lengths.sum() - seen:,} of text"
+        )
+    train, held_out = split(source, cfg.data.held_out, S, budget)
     yield f"  {train.tokens:,} tokens to train on, {held_out.tokens:,} held out"
-    rows = Plan([train], [1.0], S, cfg.train.seed, repeat=True).block(0) if train.pieces else []
+    rows = Plan([train], [1.0], S, cfg.train.seed, repeat=True, budget=budget).block(0) if train.pieces else []
     if rows:
         filled = sum(piece.length for row in rows for piece in row) / (len(rows) * S)
         yield f"  packed into rows of {S}: {1 - filled:.2%} padding"
+        if budget:
+            most = max(sum(len(piece.images) for piece in row) for row in rows)
+            used = sum(piece.patches for row in rows for piece in row) / (len(rows) * budget.patches)
+            yield (
+                f"  {used:.2%} of the {budget.patches:,} patches of a row (data.row_patches) used; at most {most:,} "
+                f"images in a row, which has room for {budget.images:,} (data.row_images)"
+            )
     start = source.tokens(int(np.argmax(lengths >= np.median(lengths))), 1, 121)
-    yield f"  sample: {tokenizer.decode(start[start != tokenizer.border])!r}"
+    special = [tokenizer.border, *([cfg.model.image_token_id] if budget else [])]
+    yield f"  sample: {tokenizer.decode(start[~np.isin(start, special)])!r}"

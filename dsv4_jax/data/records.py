@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of files: plain text, JSONL, Parquet, ArrayRecord. Bad records are refused by name, or skipped and counted."""
+"""Texts of files: plain text, JSONL, Parquet, ArrayRecord. Bad records are refused by name, or skipped and counted.
 
+A record of JSONL or Parquet may have images; `<image>` in its text stands for each of them, in order.
+"""
+
+import base64
+import binascii
 import glob
 import gzip
 import importlib.util
@@ -8,14 +13,16 @@ import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from array_record.python import array_record_module as _library  # ty: ignore
 
+from dsv4_jax.data.images import SUFFIXES
 from dsv4_jax.validate import ConfigError
 
 ArrayRecordReader, ArrayRecordWriter = _library.ArrayRecordReader, _library.ArrayRecordWriter
 TOKENS = (".bin", ".npy")  # files that hold ids, not text
+PLACE = "<image>"  # stands in a text for an image
 # Folders of the standard library that are tests, legacy tools or not the standard library.
 _SKIPPED = {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"}
 _PART = 1 << 14  # a single text file is cut into documents of about this many bytes, at line ends
@@ -29,12 +36,14 @@ class Record(NamedTuple):
         text: its text, None if it is bad.
         why: what is wrong with it.
         size: bytes read for it.
+        images: encoded images, one for each `PLACE` in the text.
     """
 
     name: str
     text: str | None
     why: str
     size: int
+    images: tuple[bytes, ...] = ()
 
 
 def find(path: str) -> tuple[Path, list[Path]]:
@@ -63,23 +72,26 @@ def find(path: str) -> tuple[Path, list[Path]]:
     return root, files
 
 
-def records(path: str, field: str) -> Iterator[Record]:
+def records(path: str, field: str, image_field: str = "") -> Iterator[Record]:
     """Every record of a source of texts, in a fixed order.
 
     `.jsonl` (also `.gz`) and `.parquet` give the text in `field`, `.array_record` a record each, any other
-    file is a document; if it is the only one it is cut at line ends.
+    file is a document; if it is the only one it is cut at line ends. With an `image_field` JSONL and Parquet
+    also give the images there, and files that are images are not taken for texts.
 
     Raises:
         ConfigError: for a file that cannot be read as what its name says, naming it.
     """
     root, files = find(path)
+    if image_field:
+        files = [file for file in files if file.suffix.lower() not in SUFFIXES]
     for file in files:
         name = file.relative_to(root).as_posix()
         try:
             if file.name.endswith((".jsonl", ".jsonl.gz")):
-                yield from _jsonl(file, name, field)
+                yield from _jsonl(file, name, field, image_field)
             elif file.suffix == ".parquet":
-                yield from _parquet(file, name, field)
+                yield from _parquet(file, name, field, image_field)
             elif file.suffix == ".array_record":
                 yield from _array_record(file, name)
             else:
@@ -113,7 +125,7 @@ def _text(file: Path, name: str, alone: bool) -> Iterator[Record]:
     yield _decoded(f"{name}:{start}", b"".join(part))
 
 
-def _jsonl(file: Path, name: str, field: str) -> Iterator[Record]:
+def _jsonl(file: Path, name: str, field: str, image_field: str) -> Iterator[Record]:
     with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -126,7 +138,8 @@ def _jsonl(file: Path, name: str, field: str) -> Iterator[Record]:
             except ValueError as error:
                 yield Record(where, None, f"invalid JSON: {error}", size)
             else:
-                yield _field(where, value, field, size)
+                record = _field(where, value, field, size)
+                yield _with_images(record, value, image_field, file.parent) if image_field else record
 
 
 def _field(where: str, value: object, field: str, size: int) -> Record:
@@ -142,7 +155,7 @@ def _field(where: str, value: object, field: str, size: int) -> Record:
     return Record(where, None, f"no text in field {field!r} but {type(text).__name__}", size)
 
 
-def _parquet(file: Path, name: str, field: str) -> Iterator[Record]:
+def _parquet(file: Path, name: str, field: str, image_field: str) -> Iterator[Record]:
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{file} needs a library: pip install 'dsv4_jax[text]'")
     import pyarrow.parquet as pq
@@ -151,11 +164,55 @@ def _parquet(file: Path, name: str, field: str) -> Iterator[Record]:
         columns = table.schema_arrow.names
         if field not in columns:
             raise ConfigError(f"{file}: no column {field!r}, only {', '.join(columns)}; data.text_field names it")
-        number = 0
-        for batch in table.iter_batches(columns=[field], batch_size=1024):
-            for value in batch.column(0).to_pylist():
+        number, wanted = 0, [field]
+        if image_field in columns:
+            wanted.append(image_field)
+        for batch in table.iter_batches(columns=wanted, batch_size=1024 if len(wanted) == 1 else 64):
+            for value in batch.select(wanted).to_pylist():
                 number += 1
-                yield _field(f"{name}:{number}", {field: value}, field, len(value) if value else 0)
+                text = value[field]
+                record = _field(f"{name}:{number}", value, field, len(text) if text else 0)
+                yield _with_images(record, value, image_field, file.parent) if image_field else record
+
+
+def _with_images(record: Record, value: dict[str, Any], field: str, folder: Path) -> Record:
+    """The record with its images; bad if one cannot be found, or there are not as many as places for them."""
+    listed = value.get(field) if record.text is not None else None
+    if listed is None:
+        return record
+    bad = lambda why: Record(record.name, None, why, record.size)
+    images = []
+    for number, entry in enumerate(listed if isinstance(listed, list) else [listed], 1):
+        try:
+            images.append(_encoded(entry, folder))
+        except (OSError, ValueError) as error:
+            return bad(f"image {number} of field {field!r}: {error}")
+    places = str(record.text).count(PLACE)
+    if places != len(images):
+        return bad(f"{len(images)} images in field {field!r}, but {places} {PLACE} in the text")
+    return record._replace(images=tuple(images), size=record.size + sum(map(len, images)))
+
+
+def _encoded(entry: object, folder: Path) -> bytes:
+    """The bytes of an image: themselves, base64 after `data:...,`, a path from `folder`, or a dict with one of these.
+
+    A dict may have them as `bytes` (base64 if they are text), else as `path`.
+    """
+    if isinstance(entry, dict):
+        if isinstance(entry.get("bytes"), str):
+            entry = "data:," + entry["bytes"]
+        else:
+            entry = entry.get("bytes") or entry.get("path")
+    if isinstance(entry, bytes):
+        return entry
+    if not isinstance(entry, str):
+        raise ValueError(f"expected bytes, a path or 'data:...;base64,...', found {type(entry).__name__}")
+    if not entry.startswith("data:"):
+        return (folder / entry).read_bytes()
+    try:
+        return base64.b64decode(entry.partition(",")[2], validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"invalid base64: {error}") from error
 
 
 def _array_record(file: Path, name: str) -> Iterator[Record]:

@@ -6,21 +6,26 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from PIL import Image
 
 from dsv4_jax.config import DataConfig
-from dsv4_jax.data.records import TOKENS, ArrayRecordReader, Record, find, records
+from dsv4_jax.data import drawn
+from dsv4_jax.data.documents import tokenized
+from dsv4_jax.data.interleaved import NO_SPANS, Spans, vision_settings
+from dsv4_jax.data.records import TOKENS, ArrayRecordReader, find
 from dsv4_jax.data.tokenizer import Tokenizer, load_tokenizer
+from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.validate import ConfigError
 
 INDEX = "index.json"
+IMAGES, SPANS = ".images.array_record", ".images.npy"  # of a shard: encoded images; document and span of each
 FORMAT = 1
 _IN_MEMORY = 1 << 30  # bytes of text that a run tokenises at its start
-_TOGETHER = 256  # records that are tokenised together
 
 
 class Source(Protocol):
@@ -46,8 +51,17 @@ class Source(Protocol):
         """Bad records that were left out."""
         ...
 
+    @property
+    def spans(self) -> Spans | None:
+        """Where its images lie; None without images."""
+        ...
+
     def tokens(self, document: int, first: int, last: int) -> np.ndarray:
         """Tokens [first, last) of a document, int32; past its end there are none."""
+        ...
+
+    def image(self, number: int) -> bytes | Image.Image:
+        """The image of a line of `spans.table`."""
         ...
 
 
@@ -62,6 +76,8 @@ class Flat:
     keys: np.ndarray
     border: int
     skipped: int = 0
+    spans: Spans | None = None
+    images: Sequence[bytes | str] = ()
 
     @property
     def lengths(self) -> np.ndarray:
@@ -72,6 +88,11 @@ class Flat:
         """See `Source`."""
         body = self.ids[self.starts[document] : self.ends[document]]
         return _bordered(body, self.border, first, last)
+
+    def image(self, number: int) -> bytes | Image.Image:
+        """See `Source`."""
+        image = self.images[number]
+        return drawn.draw(image) if isinstance(image, str) else image
 
 
 def _bordered(body: np.ndarray, border: int, first: int, last: int) -> np.ndarray:
@@ -87,36 +108,66 @@ def _bordered(body: np.ndarray, border: int, first: int, last: int) -> np.ndarra
 class Shards:
     """Documents that the `data` command has tokenised, in ArrayRecord files under an index."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer):
+    def __init__(self, folder: Path, tokenizer: Tokenizer, vision: ModelConfig | None = None):
         index = _read_index(folder)
         if index["fingerprint"] != tokenizer.fingerprint:
             raise ConfigError(
                 f"{folder} was made with the tokenizer {index['tokenizer']}, not with this {tokenizer.name}: "
                 "run the data command again, or set data.tokenizer and data.border as they were"
             )
+        made, now = index.get("vision"), vision and vision_settings(vision)
+        if made and made != now:
+            raise ConfigError(
+                f"{folder} holds images for a model of {made}, but this one has {now or 'no vision'}: run the data "
+                "command again, or set the model's vision_* keys and image_token_id as they were"
+            )
         self.name, self.skipped, self._type = index["source"], index["skipped"], np.dtype(index["type"])
         self._border, self._folder, self._readers = tokenizer.border, folder, {}
-        tables = [np.zeros((0, 2), np.uint32)]
+        tables, spans = [np.zeros((0, 2), np.uint32)], []
         for shard in index["shards"]:
-            for suffix, size in ((".array_record", shard["bytes"]), (".npy", shard["table_bytes"])):
+            files = [(".array_record", shard["bytes"]), (".npy", shard["table_bytes"])]
+            if "images_bytes" in shard:
+                files += [(IMAGES, shard["images_bytes"]), (SPANS, shard["spans_bytes"])]
+            for suffix, size in files:
                 file = folder / (shard["name"] + suffix)
                 found = file.stat().st_size if file.exists() else 0
                 if found != size:
                     raise ConfigError(f"{file} has {found:,} bytes, expected {size:,}: it is truncated or replaced")
             tables.append(np.load(folder / (shard["name"] + ".npy"), allow_pickle=False))
+            if made:
+                spans.append(self._spans(shard, len(tables[-1])))
+        self.spans, self._image_ends = None, np.cumsum([len(table) for _, table in spans])
+        if any(len(table) for _, table in spans):
+            counts, found = (np.concatenate(some) for some in zip(*spans, strict=True))
+            self.spans = Spans(np.cumsum(counts), found)
         self._names = [shard["name"] for shard in index["shards"]]
         self._ends = np.cumsum([len(table) for table in tables[1:]])
         table = np.concatenate(tables)
         self.lengths, self.keys = table[:, 0].astype(np.int64) + 2, table[:, 1].astype(np.uint32)
 
+    def _spans(self, shard: dict[str, Any], documents: int) -> tuple[np.ndarray, np.ndarray]:
+        """Images of each of a shard's documents, and their lines of `Spans.table`."""
+        if "images_bytes" not in shard:
+            return np.zeros(documents, np.int64), NO_SPANS
+        table = np.load(self._folder / (shard["name"] + SPANS), allow_pickle=False)
+        return np.bincount(table[:, 0], minlength=documents), table[:, 1:]
+
+    def _record(self, ends: np.ndarray, number: int, suffix: str) -> bytes:
+        """A record of one of the shards; `ends` are the records up to and including each."""
+        shard = int(np.searchsorted(ends, number, side="right"))
+        file = self._names[shard] + suffix
+        if file not in self._readers:
+            self._readers[file] = ArrayRecordReader(str(self._folder / file))
+        return self._readers[file].read([number - (int(ends[shard - 1]) if shard else 0)])[0]
+
     def tokens(self, document: int, first: int, last: int) -> np.ndarray:
         """See `Source`."""
-        shard = int(np.searchsorted(self._ends, document, side="right"))
-        if shard not in self._readers:
-            self._readers[shard] = ArrayRecordReader(str(self._folder / (self._names[shard] + ".array_record")))
-        number = document - (int(self._ends[shard - 1]) if shard else 0)
-        body = np.frombuffer(self._readers[shard].read([number])[0], self._type)
+        body = np.frombuffer(self._record(self._ends, document, ".array_record"), self._type)
         return _bordered(body, self._border, first, last)
+
+    def image(self, number: int) -> bytes:
+        """See `Source`."""
+        return self._record(self._image_ends, number, IMAGES)
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -131,9 +182,10 @@ def _read_index(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder / INDEX} is damaged ({error}); run the data command again") from error
 
 
-def id_type(tokenizer: Tokenizer) -> np.dtype:
-    """The smallest type that holds the tokenizer's ids."""
-    return np.dtype(np.uint16 if tokenizer.size <= 1 << 16 else np.uint32)
+def id_type(tokenizer: Tokenizer, vision: ModelConfig | None = None) -> np.dtype:
+    """The smallest type that holds the tokenizer's ids, and that of images."""
+    most = max(tokenizer.size, vision.image_token_id + 1 if vision else 0)
+    return np.dtype(np.uint16 if most <= 1 << 16 else np.uint32)
 
 
 def key_of(name: str) -> int:
@@ -141,67 +193,52 @@ def key_of(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def tokenized(path: str, cfg: DataConfig, tokenizer: Tokenizer) -> Iterator[tuple[Record, np.ndarray | None]]:
-    """Every record of a source of texts and its ids; None for a bad one that is skipped. Empty texts are left out.
-
-    Raises:
-        ConfigError: for a bad record, unless `data.on_error` skips them.
-    """
-    waiting: list[Record] = []
-
-    def flush() -> Iterator[tuple[Record, np.ndarray | None]]:
-        yield from zip(waiting, tokenizer.encode([str(record.text) for record in waiting]), strict=True)
-        waiting.clear()
-
-    for record in records(path, cfg.text_field):
-        if record.text is None:
-            if cfg.on_error == "raise":
-                what = f"data.path = {path!r}, record {record.name}: {record.why}"
-                raise ConfigError(f"{what}; data.on_error = 'skip' leaves bad records out")
-            yield record, None
-        elif record.text:
-            waiting.append(record)
-            if len(waiting) == _TOGETHER:
-                yield from flush()
-    yield from flush()
-
-
-def prepared_folder(path: str, cfg: DataConfig, tokenizer: Tokenizer) -> Path:
+def prepared_folder(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None = None) -> Path:
     """Where the tokens of a source lie once the `data` command has made them.
 
-    The name changes with the files (their sizes and times), the tokenizer and what reading depends on.
+    The name changes with the files (their sizes and times), the tokenizer and what reading depends on. Images
+    that lie outside a folder that is the source are not looked at.
     """
     root, files = find(path)
     stats = [(f.relative_to(root).as_posix(), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    told = [FORMAT, str(root.resolve()), stats, tokenizer.fingerprint, cfg.text_field, cfg.on_error]
+    told: list[Any] = [FORMAT, str(root.resolve()), stats, tokenizer.fingerprint, cfg.text_field, cfg.on_error]
+    if vision:
+        told += [cfg.image_field, vision_settings(vision)]
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
     slug = re.sub(r"[^\w.-]+", "-", path or "stdlib").strip("-.") or "source"
     return Path(cfg.prepared) / f"{slug[-40:]}-{digest}"
 
 
-def open_source(path: str, cfg: DataConfig, tokenizer: Tokenizer) -> Source:
-    """The documents of one source.
+def open_source(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None = None) -> Source:
+    """The documents of one source; with images, if there is a model with `vision` for them.
 
     Raises:
         ConfigError: if there is nothing there, or it is damaged, or too much to be tokenised at every start.
     """
     if (Path(path) / INDEX).is_file() and path:
-        return _checked(Shards(Path(path), tokenizer), path)
-    _, files = find(path)
+        return _checked(Shards(Path(path), tokenizer, vision), path)
+    if path.startswith(drawn.PREFIX) and not vision:
+        raise ConfigError(f"data.path = {path!r} gives pictures, but model.vision_n_layers = 0: the model sees none")
+    _, files = find(path.removeprefix(drawn.PREFIX))
     if ids := [f for f in files if f.suffix in TOKENS]:
         if len(ids) < len(files):
             other = next(f for f in files if f.suffix not in TOKENS)
             raise ConfigError(f"data.path = {path!r} holds ids ({ids[0].name}) and text ({other.name}); separate them")
-        return _checked(_id_files(path, ids, cfg, tokenizer), path)
-    folder = prepared_folder(path, cfg, tokenizer)
-    if (folder / INDEX).is_file():
-        return _checked(Shards(folder, tokenizer), path)
-    if (size := sum(f.stat().st_size for f in files)) > _IN_MEMORY:
+        return _checked(_id_files(path, ids, cfg, tokenizer, vision), path)
+    if not path.startswith(drawn.PREFIX):
+        folder = prepared_folder(path, cfg, tokenizer, vision)
+        if (folder / INDEX).is_file():
+            return _checked(Shards(folder, tokenizer, vision), path)
+    _check_size(path, sum(f.stat().st_size for f in files))
+    return _checked(_in_memory(path, cfg, tokenizer, vision), path)
+
+
+def _check_size(path: str, size: int) -> None:
+    if size > _IN_MEMORY:
         raise ConfigError(
             f"data.path = {path!r} holds {size:,} bytes, too much to tokenise at every start: "
             "`python -m dsv4_jax data CONFIG` does it once"
         )
-    return _checked(_in_memory(path, cfg, tokenizer), path)
 
 
 def _checked(source: Source, path: str) -> Source:
@@ -210,28 +247,35 @@ def _checked(source: Source, path: str) -> Source:
     return source
 
 
-def _in_memory(path: str, cfg: DataConfig, tokenizer: Tokenizer) -> Flat:
-    kind = id_type(tokenizer)
-    bodies, keys, skipped = [], [], 0
-    for record, ids in tokenized(path, cfg, tokenizer):
-        if ids is None:
+def _in_memory(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None) -> Flat:
+    kind = id_type(tokenizer, vision)
+    bodies, keys, spans, images, skipped, size = [], [], [], [], 0, 0
+    for record, document in tokenized(path, cfg, tokenizer, vision):
+        if document is None:
             skipped += 1
-        elif len(ids):
-            bodies.append(ids.astype(kind))
+        elif len(document.ids):
+            bodies.append(document.ids.astype(kind))
             keys.append(key_of(record.name))
+            spans.append(document.spans)
+            images += document.images
+            size += sum(map(len, document.images))
+            _check_size(path, size)
     ends = np.cumsum([len(body) for body in bodies], dtype=np.int64)
     starts = ends - [len(body) for body in bodies]
-    ids = np.concatenate(bodies) if bodies else np.zeros(0, kind)
-    return Flat(path or "standard library", ids, starts, ends, np.array(keys, np.uint32), tokenizer.border, skipped)
+    ids, name = np.concatenate(bodies) if bodies else np.zeros(0, kind), path or "standard library"
+    keys = np.array(keys, np.uint32)
+    return Flat(name, ids, starts, ends, keys, tokenizer.border, skipped, Spans.of(spans), images)
 
 
-def _id_files(path: str, files: list[Path], cfg: DataConfig, tokenizer: Tokenizer) -> Source:
-    """Files of ids, each a stream of documents with borders between them."""
-    parts = [_id_file(file, cfg, tokenizer) for file in files]
+def _id_files(
+    path: str, files: list[Path], cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None
+) -> Source:
+    """Files of ids, each a stream of documents with borders between them; they have no images."""
+    parts = [_id_file(file, cfg, tokenizer, vision) for file in files]
     return parts[0] if len(parts) == 1 else Joined(path, parts)
 
 
-def _id_file(file: Path, cfg: DataConfig, tokenizer: Tokenizer) -> Flat:
+def _id_file(file: Path, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None) -> Flat:
     try:
         if file.suffix == ".npy":
             ids = np.load(file, mmap_mode="r", allow_pickle=False)
@@ -258,6 +302,9 @@ def _id_file(file: Path, cfg: DataConfig, tokenizer: Tokenizer) -> Flat:
                 f"{file}: id {ids[at]} at position {at:,} is outside the tokenizer's {tokenizer.size} ids; is "
                 "data.tokenizer the one it was made with, and data.bin_type right?"
             )
+        if vision and (some == vision.image_token_id).any():
+            at = first + int(np.argmax(some == vision.image_token_id))
+            raise ConfigError(f"{file}: position {at:,} has model.image_token_id, but files of ids have no images")
         borders.append(first + np.flatnonzero(some == tokenizer.border))
     edges = np.concatenate([*borders, [len(ids)]]).astype(np.int64)
     starts, ends = edges[:-1] + 1, edges[1:]
@@ -268,7 +315,9 @@ def _id_file(file: Path, cfg: DataConfig, tokenizer: Tokenizer) -> Flat:
 
 
 class Joined:
-    """Several sources, one after another."""
+    """Several sources without images, one after another."""
+
+    spans = None
 
     def __init__(self, name: str, parts: list[Flat]):
         self.name, self._parts, self.skipped = name, parts, sum(part.skipped for part in parts)
@@ -281,17 +330,33 @@ class Joined:
         part = int(np.searchsorted(self._ends, document, side="right"))
         return self._parts[part].tokens(document - (int(self._ends[part - 1]) if part else 0), first, last)
 
+    def image(self, number: int) -> bytes:
+        """See `Source`."""
+        raise IndexError(number)
 
-def open_sources(cfg: DataConfig, vocab: int) -> tuple[list[Source], Source | None, Tokenizer]:
+
+def open_sources(
+    cfg: DataConfig, vocab: int, vision: ModelConfig | None = None
+) -> tuple[list[Source], Source | None, Tokenizer]:
     """The sources to train on, in the order of `data.paths`; the one to evaluate on, if it is another; the tokenizer.
 
+    Args:
+        cfg: what to read.
+        vocab: ids of the model.
+        vision: the model, if it sees images.
+
     Raises:
-        ConfigError: for anything that is wrong with them; `vocab` is the model's.
+        ConfigError: for anything that is wrong with them.
     """
     tokenizer = load_tokenizer(cfg.tokenizer, cfg.border)
     if tokenizer.size > vocab:
         raise ConfigError(
             f"model.vocab_size = {vocab} is less than the {tokenizer.size} ids of the tokenizer {tokenizer.name}"
         )
-    sources = [open_source(path, cfg, tokenizer) for path in cfg.paths]
-    return sources, open_source(cfg.held_out_path, cfg, tokenizer) if cfg.held_out_path else None, tokenizer
+    if vision and vision.image_token_id == tokenizer.border:
+        raise ConfigError(
+            f"model.image_token_id = {tokenizer.border} is the tokenizer's id between documents; choose another"
+        )
+    sources = [open_source(path, cfg, tokenizer, vision) for path in cfg.paths]
+    other = open_source(cfg.held_out_path, cfg, tokenizer, vision) if cfg.held_out_path else None
+    return sources, other, tokenizer

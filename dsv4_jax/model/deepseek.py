@@ -12,16 +12,22 @@ from flax import nnx
 
 from dsv4_jax.mesh import act_spec, ensure_mesh, on_cpu, row_spec
 from dsv4_jax.model import hyper
-from dsv4_jax.model.attention import tables
-from dsv4_jax.model.block import MTP, Block
+from dsv4_jax.model.attention import Tables, tables
+from dsv4_jax.model.block import MTP, Block, Stack, Tokens, collapsed, stack
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.model.params import Params, rms_norm, whole
+from dsv4_jax.model.dspark import Anchors, DraftBlock, Drafts, drafts
+from dsv4_jax.model.engram import engram_rows as rows_of_ngrams
+from dsv4_jax.model.engram import token_map_of
+from dsv4_jax.model.params import Params, recomputed, rms_norm, whole
 from dsv4_jax.model.plan import plan
+from dsv4_jax.model.vision import TEXT, Aligner, Vision, delimiters, embed_images
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.ops.documents import next_ids
+from dsv4_jax.ops.indexer import in_blocks
 from dsv4_jax.optim import Role
 
-COLLECTABLE = ("streams", "topk", "router_scores")
+COLLECTABLE = ("streams", "pre_mix", "topk", "candidates", "router_scores", "features", "vision")
+_TOLD = ("experts", "load", "balance", "indexer")  # what every layer tells, whatever is collected
 
 
 @jax.tree_util.register_dataclass
@@ -33,11 +39,15 @@ class Features:
         h: normed features [B, S, D] that the head turns into the next token.
         mtp: the same for the token after the next, or None without an MTP block.
         layers: what every layer tells (see `Block`), in order; the MTP block's comes last.
+        at: tables of the rows.
+        seen: what the vision tower and the aligner make of the images, by name; None without images.
     """
 
     h: jax.Array
     mtp: jax.Array | None
     layers: list[dict[str, jax.Array]]
+    at: Tables
+    seen: dict[str, jax.Array] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +69,7 @@ class Output:
 
 
 class DeepSeek(nnx.Module):
-    """A DeepSeek-V4 language model; a pytree of parameters under the official names."""
+    """A DeepSeek language model; a pytree of parameters under the official names."""
 
     def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
         self.cfg = cfg
@@ -68,6 +78,10 @@ class DeepSeek(nnx.Module):
             make = Params(rngs, cfg.init_std)
             vocab, dim = ("vocab", cfg.vocab_size), ("embed", cfg.dim)
             self.embed = make.table(vocab, dim)
+            self.token_map = token_map_of(cfg, make)
+            if cfg.vision_n_layers:
+                self.vision, self.aligner = Vision(cfg, make), Aligner(cfg, make)
+                self.image_start, self.image_newline, self.image_end = delimiters(cfg, make)
             self.groups = nnx.List([])
             for group in self.plan:
                 stacked = Params(rngs, cfg.init_std, layers=group.repeats)
@@ -77,8 +91,11 @@ class DeepSeek(nnx.Module):
                         [Block(cfg, stacked, cfg.layer_specs[group.start + j], group.layers(j)) for j in positions]
                     )
                 )
-            self.mtp = nnx.List([MTP(cfg, make) for _ in range(cfg.n_mtp_layers)])
-            self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.head(make, cfg)
+            blocks = range(cfg.n_mtp_layers)
+            dspark = bool(cfg.dspark_target_layer_ids)
+            self.mtp = nnx.List([DraftBlock(cfg, make, i) if dspark else MTP(cfg, make) for i in blocks])
+            if not cfg.hc_single_pass:
+                self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.head(make, cfg)
             self.norm = make.ones(("norm", cfg.dim))
             self.head = make.kernel(dim, vocab, role=Role("table", rows=-1))
 
@@ -86,6 +103,10 @@ class DeepSeek(nnx.Module):
         self,
         ids: jax.Array,
         segment_ids: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+        patches: jax.Array | None = None,
+        image_grids: jax.Array | None = None,
+        engram_rows: jax.Array | None = None,
         forced_experts: Sequence[jax.Array] | None = None,
         collect: Sequence[str] = (),
     ) -> Output:
@@ -95,10 +116,18 @@ class DeepSeek(nnx.Module):
             ids: token ids.
             segment_ids: int [B, S]; documents of packed rows are 1, 2, ... and padding is 0. One
                 document a row if absent.
+            token_types: int [B, S]: -1 text, and inside images 0 start, 1 image, 2 end of a line, 3 end.
+            patches: float [P, 3, p, p], all images' patches one after another in reading order.
+            image_grids: int [images, 4]: row, position of the start, rows and columns of patches; a line
+                without patch rows is padding.
+            engram_rows: int32 [B, S, Engrams, columns], rows of the Engrams' tables; from `ids` if absent.
             forced_experts: for every layer int [B, S, k], laid out like `Output.experts`: replaces
                 the choice of learned layers, whose weights still come from the current scores.
-            collect: names of what to return of every layer: `streams` [B, S, N, D] after it, `topk`
-                [B, S, k] entries its indexer selected (-1: none), `router_scores` [B, S, E].
+            collect: names of what to return of every layer: `streams` [B, S, N, D] after it; `pre_mix`
+                [B, S, N], the input mix it hands on; `topk` [B, S, k], the entries its indexer selected
+                in order (-1: none); `candidates` bool [B, S, M], the pool it made; `router_scores`
+                [B, S, E]; `features` [B, S, D], what the draft blocks read of it. And `vision`: the
+                outputs of the tower [P, width] and of the aligner [image tokens, D].
 
         Raises:
             ValueError: for an argument of the wrong shape or an unknown name in `collect`.
@@ -106,13 +135,22 @@ class DeepSeek(nnx.Module):
         if unknown := set(collect) - set(COLLECTABLE):
             raise ValueError(f"cannot collect {sorted(unknown)}, expected names among {COLLECTABLE}")
         with ensure_mesh():
-            out = self.features(ids, segment_ids, forced_experts=forced_experts, streams="streams" in collect)
+            out = self.features(
+                ids,
+                segment_ids,
+                token_types=token_types,
+                patches=patches,
+                image_grids=image_grids,
+                engram_rows=engram_rows,
+                forced_experts=forced_experts,
+                collect=collect,
+            )
             layers = out.layers[: self.cfg.n_layers]
             return Output(
                 logits=head_logits(out.h, whole(self.head)),
                 mtp_logits=None if out.mtp is None else head_logits(out.mtp, whole(self.head)),
                 experts=[told["experts"] for told in layers],
-                collected={name: [told.get(name) for told in layers] for name in collect},
+                collected={name: self._collected(name, out) for name in collect},
             )
 
     def features(
@@ -121,48 +159,94 @@ class DeepSeek(nnx.Module):
         segment_ids: jax.Array | None = None,
         *,
         following: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+        patches: jax.Array | None = None,
+        image_grids: jax.Array | None = None,
+        engram_rows: jax.Array | None = None,
+        replay_starts: jax.Array | None = None,
         forced_experts: Sequence[jax.Array] | None = None,
-        streams: bool = False,
+        collect: Sequence[str] = (),
         with_mtp: bool = True,
     ) -> Features:
         """Features for the head, and what the layers tell.
 
         Args:
-            ids, segment_ids, forced_experts: as for a call.
             following: int [B, S], the token after each one, which the MTP block reads. If absent it
                 is taken from `ids` inside each document (after the last comes the first).
-            streams: also tell the `streams` after each layer.
+            replay_starts: int [B, S], the row position at which the decoder begins for a token's document:
+                the windows of decoder layers see nothing before it (bounded replay, V4.1 section 3.2.2).
+                Without it they see the whole document.
             with_mtp: run the MTP block, if there is one.
+            others: as for a call.
         """
         cfg = self.cfg
         ids, segment_ids, forced_experts = self._checked(ids, segment_ids, forced_experts)
-        at = tables(cfg, jax.reshard(segment_ids, row_spec(2)))
-        mtp_blocks = list(self.mtp) if with_mtp else []
+        token_types, engram_rows = self._checked_inputs(ids, token_types, patches, image_grids, engram_rows)
+        whole_rows = lambda x: None if x is None else jax.reshard(jnp.asarray(x), row_spec(2))
+        at = tables(cfg, whole_rows(segment_ids), whole_rows(replay_starts))
+        mtp_blocks = list(self.mtp) if with_mtp and not cfg.dspark_target_layer_ids else []
         if following is None and mtp_blocks:
             shift = jax.shard_map(next_ids, in_specs=row_spec(2), out_specs=row_spec(2))
             following = jax.reshard(shift(jax.reshard(ids, row_spec(2)), at.docs), act_spec(2))
         dtype = _dtype(cfg)
-        e = self._embed(ids, dtype)
-        x_BSND = jnp.broadcast_to(e[:, :, None], (*e.shape[:2], cfg.hc_mult, cfg.dim))
+        e, seen = self._embed(ids, dtype), None
+        image = None if token_types is None else token_types != TEXT
+        if patches is not None:
+            e, seen = embed_images(self, e, token_types, patches, image_grids, cfg, dtype)
+        real = segment_ids > 0
+        if cfg.engram_layer_ids and engram_rows is None:
+            engram_rows = rows_of_ngrams(cfg, self.token_map, ids, real if image is None else real & ~image, at.docs)
+        tokens = Tokens(ids, at, real, image, engram_rows)
+        down = stack(cfg, e, dtype)
+        kept = {*_TOLD, *collect} | ({"entering"} if "features" in collect else set())
 
-        def layer(block: Block, x_BSND: jax.Array, forced: jax.Array | None):
-            x_BSND, told = block(x_BSND, ids, at, dtype, forced)
-            return x_BSND, (told | {"streams": x_BSND} if streams else told)
+        def layer(block: Block, down: Stack, forced: jax.Array | None):
+            down, told = block(down, tokens, dtype, forced)
+            return down, {name: x for name, x in (told | {"streams": down.x_BSND}).items() if name in kept}
 
         layers: list[Any] = [None] * cfg.n_layers
         for group, blocks in zip(self.plan, self.groups, strict=True):
-            x_BSND, told = _scan(layer, cfg.remat, x_BSND, list(blocks), _forced(forced_experts, group))
+            down, told = _scan(layer, cfg.remat, down, list(blocks), _forced(forced_experts, group))
             for j in range(group.period):
                 for r, i in enumerate(group.layers(j)):
                     layers[i] = jax.tree.map(lambda a, r=r: a[r], told[j])
-        h = hyper.collapse_head(x_BSND, self.hc_head_fn, self.hc_head_base, self.hc_head_scale, cfg)
         mtp = None
         for block in mtp_blocks:
             assert following is not None  # made above
-            predict = _remat(functools.partial(MTP.predict, dtype=dtype), cfg.remat)
-            mtp, told = predict(block, x_BSND, self._embed(following, dtype), ids, at)
+            predict = recomputed(functools.partial(MTP.predict, dtype=dtype), cfg.remat)
+            mtp, told = predict(block, down.x_BSND, self._embed(following, dtype), tokens)
             layers.append(told)
-        return Features(rms_norm(h, cfg.norm_eps, self.norm), mtp, layers)
+        return Features(rms_norm(collapsed(self, down), cfg.norm_eps, self.norm), mtp, layers, at, seen)
+
+    def drafts(self, out: Features, anchors: Anchors) -> Drafts:
+        """The drafts of all anchors [B, A] after a pass that collected `features`.
+
+        Raises:
+            ValueError: if it did not, or the model has no draft blocks.
+        """
+        cfg = self.cfg
+        if not cfg.dspark_target_layer_ids or "entering" not in out.layers[0]:
+            raise ValueError("drafts need model.dspark_target_layer_ids and a pass with collect = ['features']")
+        read = jnp.concatenate([out.layers[i]["entering"] for i in cfg.dspark_target_layer_ids], axis=-1)
+        anchors = jax.tree.map(lambda x: jax.reshard(jnp.asarray(x), act_spec(2)), anchors)
+        return drafts(self, read, anchors, out.at, lambda ids: self._embed(ids, _dtype(cfg)), _dtype(cfg))
+
+    def _collected(self, name: str, out: Features) -> list[jax.Array | None]:
+        """What the layers tell under a collectable name."""
+        cfg = self.cfg
+        if name == "vision":
+            return list((out.seen or {}).values())
+        if name == "features":
+            return [t["entering"] if i in cfg.dspark_target_layer_ids else None for i, t in enumerate(out.layers)]
+        found = [told.get(name) for told in out.layers[: cfg.n_layers]]
+        if name == "topk":
+            none = jnp.iinfo(jnp.int32).max  # sorts to the end
+            ordered = lambda topk: jnp.sort(jnp.where(topk < 0, none, topk))
+            found = [None if x is None else jnp.where(ordered(x) == none, -1, ordered(x)) for x in found]
+        if name == "candidates":
+            M = [0 if ratio == 0 else out.h.shape[1] // ratio for ratio in cfg.compress_ratios]
+            found = [None if x is None else in_blocks(x, M[i], cfg.candidate_block_size) for i, x in enumerate(found)]
+        return found
 
     def layers_of(self, path: tuple[Any, ...]) -> range:
         """Numbers of the layers that the variable at `path` belongs to: several if they are stacked.
@@ -195,6 +279,27 @@ class DeepSeek(nnx.Module):
                 )
         return jax.reshard(ids, act_spec(2)), jax.reshard(segment_ids, act_spec(2)), forced
 
+    def _checked_inputs(self, ids, token_types, patches, image_grids, engram_rows):
+        cfg = self.cfg
+        if (patches is None) != (image_grids is None):
+            raise ValueError("patches and image_grids belong together: one of them is missing")
+        if patches is not None and token_types is None:
+            raise ValueError("patches need token_types [B, S], which say where the images lie")
+        if token_types is not None:
+            token_types = jnp.asarray(token_types)
+            if token_types.shape != ids.shape:
+                raise ValueError(f"token_types must be {list(ids.shape)} like ids, found {list(token_types.shape)}")
+            token_types = jax.reshard(token_types, act_spec(2))
+        if engram_rows is not None:
+            engram_rows, columns = jnp.asarray(engram_rows), (cfg.engram_max_ngram_size - 1) * cfg.engram_n_heads
+            want = (*ids.shape, len(cfg.engram_layer_ids), columns)
+            if engram_rows.shape != want or not jnp.issubdtype(engram_rows.dtype, jnp.integer):
+                raise ValueError(
+                    f"engram_rows must be integers {list(want)}, found {engram_rows.dtype}{list(engram_rows.shape)}"
+                )
+            engram_rows = jax.reshard(engram_rows, act_spec(4))
+        return token_types, engram_rows
+
 
 def _dtype(cfg: ModelConfig) -> jnp.dtype:
     """The compute type; `auto` is float32 on CPU and bfloat16 elsewhere."""
@@ -211,23 +316,15 @@ def _forced(forced, group) -> list[jax.Array | None]:
     return [jnp.stack([forced[i] for i in group.layers(j)]) for j in range(group.period)]
 
 
-def _remat(layer, remat: str):
-    """The layer with the chosen part of it computed again in the backward pass."""
-    if remat == "none":
-        return layer
-    names = ("product", "topk") if remat == "save_block_outputs" else ()
-    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
-
-
-def _scan(layer, remat: str, x_BSND: jax.Array, blocks: list[Block], forced: list[jax.Array | None]):
+def _scan(layer, remat: str, down: Stack, blocks: list[Block], forced: list[jax.Array | None]):
     """Runs a group: a scan over its repeats, whose body runs the layers of the period in order."""
-    layer = _remat(layer, remat)
+    layer = recomputed(layer, remat)
 
-    def body(x_BSND, xs):
+    def body(down, xs):
         told = []
         for block, forced_BSk in zip(*xs, strict=True):
-            x_BSND, t = layer(block, x_BSND, forced_BSk)
+            down, t = layer(block, down, forced_BSk)
             told.append(t)
-        return x_BSND, told
+        return down, told
 
-    return jax.lax.scan(body, x_BSND, (blocks, forced))
+    return jax.lax.scan(body, down, (blocks, forced))

@@ -63,7 +63,7 @@ def hash_table(vocab: int, n_experts: int, k: int, seed: int) -> np.ndarray:
 
 
 class Gate(nnx.Module):
-    """The router: `weight`, and the balance `bias` or, in hash layers, the table `tid2eid`."""
+    """The router: `weight`, and the balance `bias` (and `bias_vl`) or, in hash layers, the table `tid2eid`."""
 
     def __init__(self, cfg: ModelConfig, make: Params, layers: range | None, hashed: bool):
         self.cfg, self.hashed = cfg, hashed
@@ -74,18 +74,28 @@ class Gate(nnx.Module):
             self.tid2eid = make.buffer(HashTable, jnp.asarray(np.stack(tables)), "tokens", "choices")
         else:
             self.bias = make.full(0.0, ("router", E), kind=RouterBias)
+            if cfg.modality_bias:
+                self.bias_vl = make.full(0.0, ("router", E), kind=RouterBias)
 
-    def __call__(self, x_BSD: jax.Array, ids_BS: jax.Array, forced_BSk: jax.Array | None) -> Routing:
-        """Routes all tokens; `forced_BSk` replaces the choice of a learned layer (section 4.2.3)."""
+    def __call__(
+        self, x_BSD: jax.Array, ids_BS: jax.Array, image_BS: jax.Array | None, forced_BSk: jax.Array | None
+    ) -> Routing:
+        """Routes all tokens; `forced_BSk` replaces the choice of a learned layer (section 4.2.3).
+
+        Images' positions (`image_BS`) are balanced by `bias_vl`, if there is one (V4.1 section 2.1.1).
+        """
         cfg = self.cfg
         x, w = x_BSD.astype(jnp.float32), whole(self.weight)
-        scores = sqrt_softplus(jnp.einsum("bsd,de->bse", x, w, precision="highest"))
+        scores = sqrt_softplus(jnp.einsum("bsd,de->bse", x, w, precision="highest") / cfg.gate_temp)
         if self.hashed:
             experts = jax.reshard(self.tid2eid[...], jax.P()).at[ids_BS].get(out_sharding=act_spec(3))
         elif forced_BSk is not None:
             experts = forced_BSk.astype(jnp.int32)
         else:
-            biased = jax.lax.stop_gradient(scores) + whole(self.bias)
+            bias = whole(self.bias)
+            if cfg.modality_bias and image_BS is not None:
+                bias = jnp.where(image_BS[..., None], whole(self.bias_vl), bias)
+            biased = jax.lax.stop_gradient(scores) + bias
             tokens = act_spec(3)  # by hand: XLA gathers all scores of all devices for a sharded top-k
             best = lambda scores: jax.lax.top_k(scores, cfg.n_activated_experts)[1]
             experts = jax.shard_map(best, in_specs=tokens, out_specs=tokens)(biased)
@@ -124,12 +134,13 @@ class MoE(nnx.Module):
         x_BSD: jax.Array,
         ids_BS: jax.Array,
         real_BS: jax.Array,
+        image_BS: jax.Array | None,
         forced_BSk: jax.Array | None,
         dtype: jnp.dtype,
     ) -> tuple[jax.Array, Routing]:
         """Output [B, S, D] and the routing. Padding (not `real_BS`) goes to no routed expert."""
         cfg, tokens = self.cfg, jax.P(BATCH, "context")
-        routing = self.gate(x_BSD, ids_BS, forced_BSk)
+        routing = self.gate(x_BSD, ids_BS, image_BS, forced_BSk)
         kernels = Kernels(*(w[...] for w in (self.experts.w1, self.experts.w3, self.experts.w2)))
         specs = tuple(jax.typeof(w).sharding.spec for w in kernels)
         run = functools.partial(routed_experts, _how(cfg, specs))

@@ -2,8 +2,9 @@
 """The map between this model and official checkpoints: a walk over the parameters, no table.
 
 A parameter's path is its official name, but that a group of scanned layers is one module (its first
-axis is the layer) and that a layer's experts are one array. Kernels are transposed; a stack of groups
-(`wo_a`) is rows below rows. Spare rows of a table and the token map are this program's own.
+axis is the layer), that the blocks of the vision tower are too, and that a layer's experts are one
+array. Kernels are transposed; a stack of groups (`wo_a`) is rows below rows. Spare rows of a table and
+the token map are this program's own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,9 @@ def _walk(model: DeepSeek, tree: Any) -> Iterator[tuple[Any, _Tensors]]:
         if path[0] == "groups":
             name = ".".join(map(str, path[3:])) + variable.suffix
             tensors = [(f"layers.{i}.{name}", (row,)) for row, i in enumerate(model.layers_of(path))]
+        if path[:2] == ("vision", "blocks"):
+            name = ".".join(map(str, path[2:])) + variable.suffix
+            tensors = [(f"vision.blocks.{i}.{name}", (i,)) for i in range(variable.get_value().shape[0])]
         if "experts" in variable.axes:
             n = variable.get_value().shape[variable.axes.index("experts")]
             tensors = [(t.replace(".experts.", f".experts.{e}."), (*i, e)) for t, i in tensors for e in range(n)]

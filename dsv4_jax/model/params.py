@@ -10,12 +10,14 @@ moves the tensor (its `optim.Role`).
 | `kernel` | [..., in, out] | N(0, init_std) | transposed | matrix in the last two axes, unless told otherwise |
 | `table`  | [vocab, D] | N(0, init_std) | as it is, without spare rows | table |
 | `ones`   | [n] | 1 (norm weights) | as it is | norm |
+| `vector` | any | N(0, init_std) (learned embeddings) | as it is | vector |
 | `full`   | any | a constant (biases, gates, sinks, `ape`) | as it is | vector |
 """
 
 import dataclasses
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,11 +45,15 @@ class TokenMap(nnx.Variable):
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """Makes the parameters of modules that are stacked `layers` times for a scan (0: not stacked)."""
+    """Makes the parameters of modules that are stacked `layers` times for a scan (0: not stacked).
+
+    `part` goes into all their roles.
+    """
 
     rngs: nnx.Rngs
     std: float
     layers: int = 0
+    part: str = ""
 
     def kernel(self, *axes: tuple[str, int], suffix: str = WEIGHT, role: Role = Role("matrix")) -> nnx.Param:
         """A stack of matrices, axes given as (name, size) with input and output last."""
@@ -60,6 +66,10 @@ class Params:
     def ones(self, *axes: tuple[str, int], suffix: str = WEIGHT, role: Role = Role("norm")) -> nnx.Param:
         """A norm weight."""
         return self._full(1.0, axes, suffix, role)
+
+    def vector(self, *axes: tuple[str, int]) -> nnx.Param:
+        """A learned vector that is no weight of a norm and no bias."""
+        return self._normal(axes, "", Role("vector"), transposed=False)
 
     def full(self, value: float, *axes: tuple[str, int], kind: type = nnx.Param):
         """A tensor that starts constant."""
@@ -78,12 +88,14 @@ class Params:
         self, value: float, axes: tuple[tuple[str, int], ...], suffix: str, role: Role, kind: type = nnx.Param
     ) -> nnx.Param:
         names, shape = self._stacked(axes)
+        role = role._replace(part=self.part or role.part)
         return self._variable(
             kind, jnp.full(shape, value, jnp.float32), names, suffix=suffix, transposed=False, role=role
         )
 
     def _normal(self, axes: tuple[tuple[str, int], ...], suffix: str, role: Role, **declared: Any) -> nnx.Param:
         names, shape = self._stacked(axes)
+        role = role._replace(part=self.part or role.part)
         # Drawn where it belongs: without the spec every device would draw all of it.
         value = self.std * jax.random.normal(self.rngs.params(), shape, out_sharding=param_spec(names, shape))
         return self._variable(nnx.Param, value, names, suffix=suffix, role=role, **declared)
@@ -139,6 +151,14 @@ _product.defvjp(_forward, _backward)
 def saved(product: jax.Array) -> jax.Array:
     """Marks a large product, which `remat = "save_block_outputs"` keeps for the backward pass."""
     return checkpoint_name(product, "product")
+
+
+def recomputed(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    """`layer` with the chosen part of it (`ModelConfig.remat`) computed again in the backward pass."""
+    if remat == "none":
+        return layer
+    names = ("product", "topk") if remat == "save_block_outputs" else ()
+    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names))
 
 
 def rms_norm(x: jax.Array, eps: float, weight: nnx.Param | None = None) -> jax.Array:

@@ -46,8 +46,13 @@ def _with_left(x: jax.Array, n: int) -> jax.Array:
     return jnp.concatenate(parts, axis=1) if len(parts) > 1 else x
 
 
+def own_slots(S: int, ratio: int) -> int:
+    """Slots for the windows that end in a chunk of S positions; whole rows have no incomplete one."""
+    return S // ratio if jax.sharding.get_abstract_mesh().shape[AXIS] == 1 else -(-S // ratio)
+
+
 def own_windows(at: Windows, ratio: int, S: int, before: int) -> tuple[Windows, jax.Array | None]:
-    """The windows that end in this device's chunk, and their numbers in the row: [B, ceil(S / ratio)] each.
+    """The windows that end in this device's chunk, and their numbers in the row: [B, `own_slots`] each.
 
     Positions count from `before` tokens left of the chunk, as `with_left` returns them. Unused slots
     have `end` = before + S, as `compress` expects. One device has all windows, and no numbers.
@@ -55,7 +60,7 @@ def own_windows(at: Windows, ratio: int, S: int, before: int) -> tuple[Windows, 
     if jax.lax.axis_size(AXIS) == 1:
         return at, None
     first, origin = offset(S), offset(S) - before
-    number_BM = (at.end_BM < first).sum(1, keepdims=True) + jnp.arange(-(-S // ratio))
+    number_BM = (at.end_BM < first).sum(1, keepdims=True) + jnp.arange(own_slots(S, ratio))
     start, end, index = (rows_at(x, number_BM) for x in at)
     used = (number_BM < at.end_BM.shape[1]) & (end < first + S)
     return Windows(start - origin, jnp.where(used, end - origin, before + S), index), number_BM

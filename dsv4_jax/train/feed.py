@@ -6,18 +6,21 @@ import hashlib
 import itertools
 import json
 from collections.abc import Generator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from dsv4_jax.config import Config
+from dsv4_jax.data.images import row_budget
+from dsv4_jax.data.interleaved import vision_settings
 from dsv4_jax.data.packing import Part, Plan, Position, part, split
 from dsv4_jax.data.pipeline import Batch, Stream
 from dsv4_jax.data.sources import open_sources
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.mesh import act_spec
+from dsv4_jax.train.state import batch_spec
 from dsv4_jax.validate import ConfigError
 
 
@@ -53,13 +56,14 @@ def read_data(cfg: Config) -> Data:
         ConfigError: if one cannot be used, or there is nothing to train or to evaluate on.
     """
     data, S = cfg.data, cfg.data.seq_len
-    sources, other, tokenizer = open_sources(data, cfg.model.vocab_size)
+    budget = row_budget(cfg)
+    sources, other, tokenizer = open_sources(data, cfg.model.vocab_size, cfg.model if budget else None)
     if other is None:
-        training, held_out = zip(*(split(source, data.held_out, S) for source in sources), strict=True)
+        training, held_out = zip(*(split(source, data.held_out, S, budget) for source in sources), strict=True)
     else:
         everything = lambda source: np.ones(len(source.lengths), bool)
-        training = tuple(part(source, everything(source), S) for source in sources)
-        held_out = (part(other, everything(other), S),)
+        training = tuple(part(source, everything(source), S, budget) for source in sources)
+        held_out = (part(other, everything(other), S, budget),)
     for p in training:
         if not p.pieces or not any(q.pieces for q in held_out):
             raise ConfigError(
@@ -68,15 +72,20 @@ def read_data(cfg: Config) -> Data:
                 "need one at least: change it or give more text"
             )
     weights, seed = list(data.paths.values()), cfg.train.seed
-    told = [tokenizer.fingerprint, S, seed, weights, *((p.source.name, p.tokens, len(p.documents)) for p in training)]
+    sizes = ((p.source.name, p.tokens, len(p.documents)) for p in training)
+    told: list[Any] = [tokenizer.fingerprint, S, seed, weights, *sizes]
+    if budget:
+        told += [vision_settings(cfg.model), budget[1:]]
     skipped = sum(source.skipped for source in [*sources, *filter(None, [other])])
 
     def size(parts: tuple[Part, ...]) -> str:
-        return f"{sum(len(p.documents) for p in parts):,} documents, {sum(p.tokens for p in parts) / 1e6:.2f} M tokens"
+        images = f", {sum(p.images for p in parts):,} images" if budget else ""
+        tokens = sum(p.tokens for p in parts) / 1e6
+        return f"{sum(len(p.documents) for p in parts):,} documents, {tokens:.2f} M tokens{images}"
 
     return Data(
-        Plan(training, weights, S, seed, repeat=True),
-        Plan([p for p in held_out if p.pieces], [], S, 0, repeat=False),
+        Plan(training, weights, S, seed, repeat=True, budget=budget),
+        Plan([p for p in held_out if p.pieces], [], S, 0, repeat=False, budget=budget),
         tokenizer,
         hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16],
         f"data        {size(training)} to train on; {size(held_out)} held out; {skipped:,} bad records skipped",
@@ -102,15 +111,15 @@ def streams(cfg: Config, data: Data, start: Position) -> Generator[tuple[Stream,
 
 def put_batch(batch: Batch, own: list[int], rows: int) -> dict[str, jax.Array]:
     """A batch of so many rows on the devices, from those that this process has (`own`)."""
-    sharding = NamedSharding(jax.sharding.get_mesh(), act_spec(2))
 
-    def put(x: np.ndarray) -> jax.Array:
+    def put(name: str, x: np.ndarray) -> jax.Array:
         def at(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None  # every device has a part
             numbers = range(rows)[index[0]]
             first = own.index(numbers[0])
-            return x[first : first + len(numbers), index[1]]
+            return x[first : first + len(numbers), *index[1:]]
 
-        return jax.make_array_from_callback((rows, x.shape[1]), sharding, at)
+        sharding = NamedSharding(jax.sharding.get_mesh(), batch_spec(name, x.ndim))
+        return jax.make_array_from_callback((rows, *x.shape[1:]), sharding, at)
 
-    return {name: put(value) for name, value in batch.items()}
+    return {name: put(name, value) for name, value in batch.items()}

@@ -11,7 +11,8 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from dsv4_jax.config import Config, OptimConfig
-from dsv4_jax.mesh import act_spec
+from dsv4_jax.data.images import row_budget
+from dsv4_jax.mesh import act_spec, row_spec
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.optim import adamw_groups, grouped, v4_groups, v41_groups
 from dsv4_jax.optim.schedules import trapezoid
@@ -97,11 +98,27 @@ def abstract_state(cfg: Config) -> TrainState:
     return jax.tree.map(placed, jax.eval_shape(lambda: init_state(cfg)))
 
 
+def batch_spec(name: str, rank: int) -> jax.P:
+    """Where an array of a batch lies: rows are split, and positions if it has some; a row's images stay together."""
+    return row_spec(rank) if name in ("patches", "image_grids") else act_spec(rank)
+
+
 def abstract_batch(cfg: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and shardings of a batch of so many rows, on the mesh that is set."""
     length = -(-cfg.data.seq_len // cfg.mesh.context) * cfg.mesh.context
-    row = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=NamedSharding(_mesh(), act_spec(2)))
-    return dict.fromkeys(("ids", "segment_ids", "targets", "mtp_targets"), row)
+    names = ["ids", "segment_ids", "targets", "mtp_targets"]
+    shapes: dict[str, tuple[int, ...]] = {}
+    if budget := row_budget(cfg):
+        names.append("token_types")
+        shapes["patches"] = budget.patches, 3, *(cfg.model.vision_patch_size,) * 2
+        shapes["image_grids"] = budget.images, 4
+    shapes = dict.fromkeys(names, (length,)) | shapes
+
+    def struct(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(_mesh(), batch_spec(name, 1 + len(shape)))
+        return jax.ShapeDtypeStruct((rows, *shape), jnp.float32 if name == "patches" else jnp.int32, sharding=sharding)
+
+    return {name: struct(name, shape) for name, shape in shapes.items()}
 
 
 def init_state(cfg: Config) -> TrainState:

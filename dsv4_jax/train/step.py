@@ -11,12 +11,12 @@ import optax
 from flax import nnx
 
 from dsv4_jax.config import Config
-from dsv4_jax.mesh import act_spec
+from dsv4_jax.mesh import BATCH
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import RouterBias, whole
 from dsv4_jax.ops.cross_entropy import cross_entropy
 from dsv4_jax.optim.groups import group_leaves
-from dsv4_jax.train.state import TrainState, abstract_model, optimizer, parameter_groups, schedule
+from dsv4_jax.train.state import TrainState, abstract_model, batch_spec, optimizer, parameter_groups, schedule
 
 Metrics = dict[str, Any]
 
@@ -41,7 +41,9 @@ def denominators(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def losses(
     model: DeepSeek, batch: dict[str, jax.Array], whole_batch: dict[str, jax.Array] | None = None
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Every loss of a batch, fp32 scalars by name, and the load [layers, E] of every layer's experts.
+    """Every loss of a batch, fp32 scalars by name, and the load of every layer's experts.
+
+    The load is [layers, E] or, with biases for each modality, [layers, 2, E] of text and images.
 
     Each is a sum over the batch divided by how many targets or real tokens there are: in `whole_batch`,
     its `denominators`, if the batch is a part of one, so that the parts add up.
@@ -60,13 +62,17 @@ def losses(
 def update_biases(model: DeepSeek, buffers: nnx.State, load_LE: jax.Array, speed: float) -> nnx.State:
     """Router biases after a step: each moves by `speed` towards an even load (section 4.2.2).
 
-    b_e += speed * sign(mean load - load_e), from the tokens of the whole batch, padding excluded.
+    b_e += speed * sign(mean load - load_e), from the tokens of the whole batch, padding excluded; each
+    bias of a layer that has two from its own modality's tokens (V4.1 section 4.2.2).
     """
     flat = []
     for path, variable in nnx.to_flat_state(buffers):
         if isinstance(variable, RouterBias):
             bias = variable.get_value()
-            load = load_LE[jnp.array(model.layers_of(path))].reshape(bias.shape)
+            load = load_LE[jnp.array(model.layers_of(path))]
+            if load.ndim == 3:
+                load = load[:, int(path[-1] == "bias_vl")]
+            load = load.reshape(bias.shape)
             variable = variable.replace(bias - speed * jnp.sign(load - load.mean(-1, keepdims=True)))
         flat.append((path, variable))
     return nnx.from_flat_state(flat)
@@ -86,8 +92,14 @@ def balance_metrics(load_LE: jax.Array, buffers: nnx.State) -> dict[str, jax.Arr
     """How even the experts' loads are, over layers, and how far the router biases have gone.
 
     `load_max`: tokens of the fullest expert over the mean, in the worst layer; `load_dead`: share of experts
-    without a token; `load_entropy`: of a layer's loads over that of even ones, on average; `bias_max`.
+    without a token; `load_entropy`: of a layer's loads over that of even ones, on average; `bias_max`. With
+    loads of text and images [L, 2, E] there are the first three of image tokens too, ending in `_image`.
     """
+    if load_LE.ndim == 3:
+        of_images = balance_metrics(load_LE[:, 1], buffers)
+        del of_images["bias_max"]
+        of_images = {f"{name}_image": value for name, value in of_images.items()}
+        return balance_metrics(load_LE.sum(1), buffers) | of_images
     total = jnp.maximum(load_LE.sum(-1, keepdims=True), 1)
     entropy = jax.scipy.special.entr(load_LE / total).sum(-1) / max(math.log(load_LE.shape[-1]), 1e-9)
     biases = [v.get_value() for _, v in nnx.to_flat_state(buffers) if isinstance(v, RouterBias)]
@@ -110,10 +122,24 @@ def update_ratios(groups: Any, updates: Any, params: Any) -> dict[str, jax.Array
 
 
 def accumulation_parts(batch: dict[str, jax.Array], parts: int) -> dict[str, jax.Array]:
-    """The batch in parts [parts, B / parts, S]; every device's rows are split evenly among them."""
-    split = lambda x: x.reshape(parts, -1, x.shape[1])
-    spec = act_spec(2)
-    return jax.tree.map(jax.shard_map(split, in_specs=spec, out_specs=jax.P(None, *spec)), batch)
+    """The batch in parts [parts, B / parts, ...]; every device's rows are split evenly among them.
+
+    The row numbers in `image_grids` become those in the part.
+    """
+
+    def split(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        found = {name: x.reshape(parts, -1, *x.shape[1:]) for name, x in batch.items()}
+        if "image_grids" in found:
+            grids = found["image_grids"]
+            rows = grids.shape[1]
+            numbers = jax.lax.axis_index(BATCH) * rows + jnp.arange(rows)
+            number = jnp.where(grids[..., 2] > 0, numbers[:, None], 0)
+            found["image_grids"] = jnp.concatenate([number[..., None], grids[..., 1:]], -1)
+        return found
+
+    specs = {name: batch_spec(name, x.ndim) for name, x in batch.items()}
+    out_specs = {name: jax.P(None, *spec) for name, spec in specs.items()}
+    return jax.shard_map(split, in_specs=(specs,), out_specs=out_specs)(batch)
 
 
 def make_objective(cfg: Config) -> Callable[..., tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]]:
