@@ -105,7 +105,10 @@ class Engram(nnx.Module):
         self.k_weight = make.ones(("streams", N), ("norm", D), suffix="", role=gains)
 
     def __call__(self, x_BSND: jax.Array, rows_BSC: jax.Array, text_BS: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """The streams with what is remembered of the n-grams in `rows`; as they were where not `text`."""
+        """The streams with what is remembered of the n-grams in `rows`; as they were where not `text`.
+
+        There zeros are read: no value comes of them, and no gradient returns, whatever the gate.
+        """
         N, D = x_BSND.shape[2:]
         with jax.named_scope("lookup"):
             e_BSI = saved(self._read(rows_BSC, text_BS, dtype))
@@ -114,7 +117,6 @@ class Engram(nnx.Module):
         value_BSD = kv[..., N * D :]
         gain_ND = whole(self.q_weight) * whole(self.k_weight)
         gate_BSN = gates(x_BSND, key_BSND, gain_ND, self.cfg.norm_eps)
-        gate_BSN = jnp.where(text_BS[..., None], gate_BSN, 0.0)
         memory = jnp.einsum("bsn,bsd->bsnd", gate_BSN, value_BSD.astype(jnp.float32))
         return (x_BSND + memory).astype(x_BSND.dtype)
 

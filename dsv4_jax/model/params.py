@@ -8,7 +8,7 @@ moves the tensor (its `optim.Role`).
 | declared as | shape | initial value | official tensor | role |
 |---|---|---|---|---|
 | `kernel` | [..., in, out] | N(0, init_std) | transposed | matrix in the last two axes, unless told otherwise |
-| `table`  | [vocab, D] | N(0, init_std) | as it is | table |
+| `table`  | [vocab, D] | N(0, init_std) | as it is, without spare rows | table |
 | `ones`   | [n] | 1 (norm weights) | as it is | norm |
 | `vector` | any | N(0, init_std) (learned embeddings) | as it is | vector |
 | `full`   | any | a constant (biases, gates, sinks, `ape`) | as it is | vector |

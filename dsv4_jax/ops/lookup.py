@@ -21,8 +21,9 @@ Axes = tuple[str, ...]
 def lookup(table_RK: jax.Array, ids_N: jax.Array, axes: Axes, dtype: jnp.dtype) -> jax.Array:
     """Rows [N, K] in `dtype` of a table whose rows are split over mesh `axes`, in their order.
 
-    An id past the end reads zeros and has no gradient. The gradient of the device's own rows is one dense
-    fp32 array, to which only the rows that were read are added, in fp32 however often.
+    An id past the end reads zeros, has no gradient and is sent nowhere. The gradient of the device's own rows
+    is one dense array, as large as the rows or their momentum; rows that were read several times, by whatever
+    device, are added up in fp32.
     """
     if not axes or jax.lax.axis_size(axes) == 1:
         return _own(table_RK, ids_N, dtype)
