@@ -12,7 +12,6 @@ patches or as one more image of a row. Rows too are filled only up to their budg
 
 import bisect
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -194,7 +193,8 @@ class Plan:
         repeat: bool,
         budget: Budget | None = None,
     ):
-        """Endless and shuffled with `repeat`, each part by its weight in tokens; else every piece once, in order.
+        """Endless and shuffled with `repeat`, each part by its weight in tokens; else every piece once, in order or,
+        of several parts, with the same share of each part everywhere.
 
         An image's positions are tokens.
         """
@@ -203,6 +203,12 @@ class Plan:
         # Shares of the pieces, from shares of the targets: every token but a document's first.
         share = [w * p.pieces / (p.tokens - len(p.documents)) for w, p in zip(weights, parts, strict=False)]
         self._share = [s / sum(share) for s in share]
+        self._once = np.zeros((0, 2), np.int64)  # (part, piece) of all pieces
+        if not repeat:
+            pieces = [np.arange(p.pieces) for p in parts]
+            everything = [(np.full(len(i), number), i, (i + 0.5) / max(len(i), 1)) for number, i in enumerate(pieces)]
+            part, piece, place = map(np.concatenate, zip(*everything, strict=True))
+            self._once = np.stack([part, piece], axis=1)[np.argsort(place, kind="stable")]
 
     def _numbers(self, block: int) -> Iterator[tuple[int, int]]:
         """(part, piece) of everything in a block."""
@@ -211,8 +217,7 @@ class Plan:
                 for i in range(int(block * BLOCK * share), int((block + 1) * BLOCK * share)):
                     yield number, self._orders[number][i]
         else:
-            everything = ((number, i) for number, p in enumerate(self.parts) for i in range(p.pieces))
-            yield from itertools.islice(everything, block * BLOCK, (block + 1) * BLOCK)
+            yield from map(tuple, self._once[block * BLOCK : (block + 1) * BLOCK].tolist())
 
     def _piece(self, number: int, index: int) -> Piece:
         p = self.parts[number]
@@ -229,7 +234,7 @@ class Plan:
         else:
             numbers = best_fit([p.length for p in pieces], self.S)
         rows = [[pieces[i] for i in row] for row in numbers]
-        if not self._repeat:
+        if not self._repeat and len(self.parts) == 1:
             return rows
         return [rows[i] for i in np.random.RandomState([self._seed, number]).permutation(len(rows))]
 
