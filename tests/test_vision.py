@@ -312,7 +312,7 @@ def one_device():
 def groups_of(n_groups, n_patches=20):
     """`PACKED` in groups of their rows."""
     members = [[g for g in PACKED if g[0] // (B // n_groups) == i] for i in range(n_groups)]
-    grids = np.stack([lines([(0, 3, 0, 7), *m], N + 1) for m in members])
+    grids = np.stack([lines([(-1, -1, -1, -1), *m], N + 1) for m in members])
     return grids, np.stack([pixels([g[2:] for g in m], n_patches) for m in members])
 
 
