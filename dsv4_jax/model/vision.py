@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from dsv4_jax.mesh import BATCH
 from dsv4_jax.model.config import ModelConfig
@@ -323,7 +324,7 @@ def _check(e_BSD: jax.Array, types_BS: jax.Array, patches: jax.Array, image_grid
 
 def _check_grids(grids_Gn4: jax.Array, P: int, B: int) -> None:
     """Refuses grids that need more patches or rows than there are; under a trace their values are unknown."""
-    if isinstance(grids_Gn4, jax.core.Tracer):
+    if isinstance(grids_Gn4, Tracer):
         return
     grids = np.asarray(grids_Gn4)
     grids = np.where(grids[..., 2:3] > 0, grids, 0)

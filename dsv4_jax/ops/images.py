@@ -165,10 +165,8 @@ def _attend_forward(q_bTHK, k_bTHK, v_bTHK, start_bT, end_bT):
         nothing = (jnp.full((H, T), _LOWEST), jnp.zeros((H, T)), jnp.zeros((H, T, K)))
         nothing = tuple(varying(x, q_THK, start_T) for x in nothing)
         top_HT, total_HT, o_HTK = jax.lax.fori_loop(*_block_range(start_T, end_T), step, nothing)
-        some = total_HT > 0
-        total_HT = jnp.where(some, total_HT, 1.0)
-        normaliser_HT = jnp.where(some, top_HT + jnp.log(total_HT), 0.0)
-        return jnp.moveaxis(o_HTK / total_HT[..., None], 0, 1).astype(q_THK.dtype), normaliser_HT
+        total_HT = jnp.where(total_HT > 0, total_HT, 1.0)
+        return jnp.moveaxis(o_HTK / total_HT[..., None], 0, 1).astype(q_THK.dtype), top_HT + jnp.log(total_HT)
 
     o_bTHK, normaliser_bHT = jax.lax.map(one, (q_bTHK, start_bT, end_bT))
     o_bTHK, normaliser_bHT = checkpoint_name((o_bTHK, normaliser_bHT), "product")
