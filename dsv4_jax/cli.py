@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sample.add_argument("--tokens", type=int, default=256, help="tokens to add (default 256)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     sample.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    sample.add_argument("--draft", action="store_true", help="let the draft blocks propose; tells how much is accepted")
     lab = commands.add_parser("optim-lab", help="compare optimizers on a small task; the same command again resumes")
     lab.add_argument("spec", type=Path, help="a Python file that defines lab()")
     lab.add_argument("--out", type=Path, help="folder of the results (default runs/optim_lab/NAME OF SPEC)")
@@ -133,4 +134,12 @@ def _sample(args: argparse.Namespace) -> None:
     from dsv4_jax.train.checkpoint import load_model
 
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.border)
-    print(args.prompt + sample(load_model(config), tokenizer, args.prompt, args.tokens, args.seed, args.temperature))
+    model = load_model(config)
+    if args.draft and not config.model.dspark_target_layer_ids:
+        raise ConfigError(f"--draft: the model of {args.run_dir} has no draft blocks")
+    text, told = sample(model, tokenizer, args.prompt, args.tokens, args.seed, args.temperature, draft=args.draft)
+    print(args.prompt + text)
+    if told is not None:
+        passes, drafted = int(told.passes), max(int(told.drafted), 1)
+        shares = ", ".join(f"{int(count) / drafted:.0%}" for count in told.accepted_n)
+        print(f"{args.tokens} tokens in {passes} passes; drafts accepted up to each slot: {shares}", file=sys.stderr)

@@ -12,15 +12,25 @@ from dsv4_jax.mesh import BATCH, ensure_mesh
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import whole
 from dsv4_jax.ops.cross_entropy import head_logits
+from dsv4_jax.speculate import Speculated, speculate
 
 
-def sample(model: DeepSeek, tokenizer: Tokenizer, prompt: str, n: int, seed: int, temperature: float = 0.8) -> str:
+def sample(
+    model: DeepSeek,
+    tokenizer: Tokenizer,
+    prompt: str,
+    n: int,
+    seed: int,
+    temperature: float = 0.8,
+    draft: bool = False,
+) -> tuple[str, Speculated | None]:
     """The text of at most `n` tokens after `prompt`, which starts a document; fewer if the model ends it.
 
     The whole row is computed again for every token: right for a look at a small model.
 
     Args:
         temperature: divides the logits; 0 takes the most likely token.
+        draft: the draft blocks propose; what they did comes with the text.
     """
     (start,), border = tokenizer.encode([prompt]), tokenizer.border
     with ensure_mesh():
@@ -28,10 +38,15 @@ def sample(model: DeepSeek, tokenizer: Tokenizer, prompt: str, n: int, seed: int
     length = 1 + len(start) + n
     ids = np.zeros((1, length + -length % multiple), np.int32)
     ids[0, : 1 + len(start)] = [border, *start]
-    out = np.asarray(_continue(model, jnp.asarray(ids), jnp.int32(1 + len(start)), seed, temperature))[0]
+    first, told = jnp.int32(1 + len(start)), None
+    if draft:
+        told = speculate(model, jnp.asarray(ids[0]), first, seed, temperature, greedy=temperature == 0)
+        out = np.asarray(told.ids_S)
+    else:
+        out = np.asarray(_continue(model, jnp.asarray(ids), first, seed, temperature))[0]
     out = out[1 + len(start) : length]
     ends = np.flatnonzero((out == border) | (out >= tokenizer.size))
-    return tokenizer.decode(out[: ends[0] if len(ends) else n])
+    return tokenizer.decode(out[: ends[0] if len(ends) else n]), told
 
 
 @jax.jit

@@ -2,16 +2,22 @@
 """DeepSeek-V4.1 against numbers of the official equations: streams, selections, images, Engram."""
 
 import dataclasses
+import math
+import pathlib
+import re
 from typing import Any
 
 import golden_weights
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from golden_models import loaded_model
 
 import dsv4_jax as ds
+from dsv4_jax.mesh import abstract_mesh
 from dsv4_jax.model.dspark import Anchors, propose
+from dsv4_jax.model.official import official_shapes
 
 S = 45
 COLLECT = ("streams", "pre_mix", "topk", "candidates", "features", "vision")
@@ -30,12 +36,12 @@ def v41(tmp_path_factory) -> dict[str, Any]:
     grids = np.array([[image["row"], image["start"], image["vit_h"], image["vit_w"]]])
 
     @jax.jit
-    def call(model, ids, segment_ids, token_types, patches, rows):
+    def call(model, ids, segment_ids, token_types, patches, grids, rows):
         return model(ids, segment_ids, token_types, patches, grids, rows, collect=COLLECT)
 
     inputs = [arrays["ids"], np.ones_like(arrays["ids"]), *(arrays[n] for n in ("token_types", "patches"))]
-    out = call(model, *inputs, arrays["engram_rows"])
-    return dict(spec=spec, cfg=cfg, model=model, arrays=arrays, call=call, inputs=inputs, out=out)
+    out = call(model, *inputs, grids, arrays["engram_rows"])
+    return dict(cfg=cfg, spec=spec, model=model, arrays=arrays, call=call, inputs=inputs, grids=grids, out=out)
 
 
 def test_streams_and_logits(v41):
@@ -84,12 +90,10 @@ def test_drafts(v41):
     types = longer(arrays["token_types"], -1)
     position = np.full((2, 1), S + 1)
     anchors = Anchors(arrays["draft/anchor_token"][:, None], position, np.zeros((2, 1), int))
-    image = v41["spec"]["image"]
-    grids = np.array([[image["row"], image["start"], image["vit_h"], image["vit_w"]]])
 
     @jax.jit
     def draft(model):
-        images = dict(patches=arrays["patches"], image_grids=grids)
+        images = dict(patches=arrays["patches"], image_grids=v41["grids"])
         out = model.features(ids, token_types=types, **images, collect=["features"])
         return propose(model, model.drafts(out, anchors), anchors)
 
@@ -97,3 +101,79 @@ def test_drafts(v41):
     np.testing.assert_array_equal(found.token_BAn[:, 0], arrays["draft/ids"][:, 1:])
     np.testing.assert_allclose(found.logits_BAnV[:, 0], arrays["draft/logits"], rtol=0, atol=1e-4)
     np.testing.assert_allclose(found.confidence_BAn[:, 0], arrays["draft/confidence"], rtol=0, atol=1e-4)
+
+
+def test_a_packed_row_equals_its_documents_alone(v41):
+    """A document of text and one with an image, one after the other and each in a row of its own."""
+    arrays, cfg = v41["arrays"], v41["cfg"]
+    text, image = 25, 20  # tokens of the two documents
+    ids, types = arrays["ids"], arrays["token_types"]
+    rows = arrays["engram_rows"]
+    assert (types[0, :image] >= 0).any() and (types[0, image:] < 0).all()
+
+    def run(packed: bool):
+        """Two rows: both documents and padding only, or each alone."""
+        new = [np.zeros((2, S, *x.shape[2:]), x.dtype) for x in (ids, rows)]
+        kinds, segments = np.full((2, S), -1), np.zeros((2, S), int)
+        start = text if packed else 0
+        row = 0 if packed else 1
+        for x, old in zip(new, (ids, rows), strict=True):
+            x[0, :text] = old[1, :text]
+            x[row, start : start + image] = old[0, :image]
+        kinds[row, start : start + image] = types[0, :image]
+        segments[0, :text] = 1
+        segments[row, start : start + image] = 2
+        grids = np.array(v41["grids"])
+        grids[0, :2] = row, start + grids[0, 1]
+        out = v41["call"](v41["model"], new[0], segments, kinds, arrays["patches"], grids, None)
+        return out, (row, slice(start, start + image))
+
+    (together, at), (alone, at_alone) = run(True), run(False)
+    for here, there in ((at, at_alone), ((0, slice(text)),) * 2):
+        np.testing.assert_allclose(together.logits[here], alone.logits[there], rtol=0, atol=2e-4)
+        for i in range(cfg.n_layers):
+            np.testing.assert_array_equal(np.sort(together.experts[i][here]), np.sort(alone.experts[i][there]))
+        for i in cfg.index_source_layers:
+            chosen = (out.collected["topk"][i][place] >= 0 for out, place in ((together, here), (alone, there)))
+            assert next(chosen).sum() == next(chosen).sum()
+
+
+def test_the_released_model_has_its_size():
+    """Parameters and tensors of the public checkpoint, whose quantised tensors have one with scales beside them."""
+    cfg = ds.load_config(str(pathlib.Path(__file__).parent.parent / "configs" / "v41_flash.py")).model
+    with abstract_mesh(1, 1, 1):
+        shapes = official_shapes(jax.eval_shape(lambda: ds.DeepSeek(cfg, rngs=nnx.Rngs(0))))
+    assert sum(math.prod(shape) for shape in shapes.values()) == 763_205_315_794
+    quantised = r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b)|indexer\.wq_b|experts\.(\d+\.)?w\d|engram\.(embed|wkv)|main_proj"
+    assert len(shapes) + sum(bool(re.search(rf"({quantised})\.weight", name)) for name in shapes) == 96_085
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(kv_source_layers=(4, 6)), "for layer 2 of ratio 2"),
+        (dict(index_source_layers=(2, 4)), "must be among index_source_layers"),
+        (dict(index_source_layers=(0, 2, 4, 6)), "with a ratio only"),
+        (dict(candidate_source_layer=4), "found [6] after"),
+        (dict(candidate_topk_blocks=1), "at least index_topk"),
+        (dict(engram_layer_ids=(4, 1)), "in order"),
+        (dict(dspark_n_activated_experts=5), "at most dspark_n_routed_experts"),
+        (dict(vision_dim=36), "multiple of 4 x vision_n_heads"),
+        (dict(dspark_target_layer_ids=()), "must be 0 or 1"),
+    ],
+)
+def test_unusable_configurations_are_refused(v41, change, message):
+    with pytest.raises(ds.ConfigError, match=re.escape(message)):
+        dataclasses.replace(v41["cfg"], **change)
+
+
+def test_wrong_inputs_are_refused(v41):
+    model, (ids, _, types, patches) = v41["model"], v41["inputs"]
+    for arguments, message in [
+        (dict(patches=patches), "belong together"),
+        (dict(patches=patches, image_grids=v41["grids"]), "need token_types"),
+        (dict(token_types=types[:, :3]), r"token_types must be \[2, 45\]"),
+        (dict(engram_rows=np.zeros((2, S, 2, 5), int)), r"engram_rows must be integers \[2, 45, 2, 6\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model(ids, **arguments)

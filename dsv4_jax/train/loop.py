@@ -294,6 +294,6 @@ def _report(
     if cfg.train.sample_tokens:
         model = nnx.merge(nnx.graphdef(abstract_model(cfg)), state.params, state.buffers)
         prompt = "" if any(cfg.data.paths) else '"""'  # how the standard library's files like to start
-        text = sample(model, data.tokenizer, prompt, cfg.train.sample_tokens, cfg.train.seed)
+        text, _ = sample(model, data.tokenizer, prompt, cfg.train.sample_tokens, cfg.train.seed)
         console.print("sample:")
         console.print(prompt + text)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafter: anchors and targets, its losses against plain loops, its training, and decoding with it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from golden_models import ruled_model, small_config
+
+from dsv4_jax.config import Config, DataConfig, LossConfig, OptimConfig, TrainConfig
+from dsv4_jax.mesh import act_spec, make_mesh
+from dsv4_jax.model.dspark import Anchors, propose, slot_logits
+from dsv4_jax.ops.cross_entropy import head_logits
+from dsv4_jax.sample import _continue
+from dsv4_jax.speculate import accept, speculate
+from dsv4_jax.train.draft import choose_anchors, draft_losses, slot_targets, weights
+from dsv4_jax.train.state import init_state
+from dsv4_jax.train.step import make_train_step
+
+n, S = 3, 16
+MODEL = small_config(
+    compress_ratios=(0, 0),
+    dspark_target_layer_ids=(0,),
+    dspark_block_size=n,
+    dspark_noise_token_id=63,
+    dspark_markov_rank=4,
+    dspark_n_routed_experts=4,
+    dspark_n_activated_experts=2,
+    window_size=5,
+    hc_sinkhorn_iters=2,
+    init_std=0.5,
+    remat="none",
+)
+SEGMENTS = np.array([[1] * 6 + [2] * 8 + [0] * 2, [1] * 16])
+IDS = np.random.RandomState(0).randint(0, 60, (2, S))
+TARGETS = np.where((SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] > 0), IDS[:, 1:], -1)
+TARGETS = np.concatenate([TARGETS, np.full((2, 1), -1)], axis=1)
+CONFIG = Config(
+    model=MODEL,
+    data=DataConfig(seq_len=S, batch_size=2),
+    loss=LossConfig(mtp=0.0, draft_anchors=4),
+    optim=OptimConfig(name="adamw", learning_rate=1e-2, warmup_steps=1, decay_steps=0),
+    train=TrainConfig(stage="draft", steps=30),
+)
+
+
+def put(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    return jax.reshard(x, act_spec(x.ndim))
+
+
+def test_anchors_are_positions_with_a_target():
+    found = np.asarray(jax.jit(lambda key: choose_anchors(put(TARGETS), key, 14))(jax.random.key(0)))
+    for row, targets in zip(found, TARGETS, strict=True):
+        chosen = row[row >= 0]
+        assert len(set(chosen)) == len(chosen) == min(14, (targets >= 0).sum())
+        assert (targets[chosen] >= 0).all() and (row[len(chosen) :] == -1).all()
+    again = choose_anchors(put(TARGETS), jax.random.key(1), 3)
+    assert (np.asarray(again) != found[:, :3]).any()
+
+
+def test_slots_stop_at_the_first_place_without_a_target():
+    found = np.asarray(slot_targets(put(TARGETS), put(np.array([[3, 4, -1], [0, 14, 13]])), n))
+    want = [[[*TARGETS[0, 3:5], -1], [TARGETS[0, 4], -1, -1], [-1] * 3]]
+    want += [[TARGETS[1, :3], [TARGETS[1, 14], -1, -1], [*TARGETS[1, 13:15], -1]]]
+    np.testing.assert_array_equal(found, np.array(want))
+    np.testing.assert_allclose(weights(jnp.asarray(found), 2.0)[1, 0], np.exp([0, -0.5, -1.0]), rtol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return ruled_model(MODEL)
+
+
+@pytest.fixture(scope="module")
+def losses():
+    @jax.jit
+    def run(model, position):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+        inputs = {"ids": put(IDS), "segment_ids": put(SEGMENTS)}
+
+        def total(params):
+            found, _ = draft_losses(nnx.merge(graph, params, rest), inputs, put(TARGETS), position, 2.0)
+            return sum(found[f"draft_{name}"] for name in ("ce", "distance", "confidence")), found
+
+        return jax.value_and_grad(total, has_aux=True)(params)
+
+    return run
+
+
+def test_losses_are_those_of_every_slot_by_itself(model, losses):
+    """All anchors at once against one row a document, one anchor a time, one formula a line."""
+    position = np.array([[3, 8, -1], [0, 14, 7]])
+    (_, found), _ = losses(model, put(position))
+
+    @jax.jit
+    def parts(model, ids, at, before):
+        out = model.features(ids, collect=["features"])
+        made = model.drafts(out, at)
+        return slot_logits(model, made.h_BAnD, before)[0, 0], head_logits(out.h, model.head[...])[0]
+
+    want = dict.fromkeys(("draft_ce", "draft_distance"), 0.0)
+    for row, starts in enumerate(position):
+        for a in starts[starts >= 0]:
+            first = int((SEGMENTS[row] != SEGMENTS[row, a]).argmin())
+            document = IDS[row][SEGMENTS[row] == SEGMENTS[row, a]]
+            at = int(a) - first
+            true = document[at + 1 : at + 1 + n]
+            before = np.resize(document[at : at + n], n)
+            ids = np.resize(document, S)  # what follows the document changes nothing before it
+            anchor = Anchors(*(put(np.array([[x]])) for x in (document[at], at, 0)))
+            p, q = parts(model, put(ids[None]), anchor, put(before[None, None]))
+            for k, token in enumerate(true):
+                w, log_p = np.exp(-k / 2.0), jax.nn.log_softmax(p[k])
+                want["draft_ce"] -= w * log_p[token]
+                want["draft_distance"] += w * np.abs(np.exp(log_p) - jax.nn.softmax(q[at + k])).sum()
+    for name, value in want.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_only_the_draft_blocks_learn(model, losses):
+    _, grads = losses(model, put(np.array([[3, 8, -1], [0, 14, 7]])))
+    for path, variable in nnx.to_flat_state(grads):
+        assert np.asarray(variable.get_value()).any() == (path[0] == "mtp"), path
+
+
+def test_no_anchor_at_all_is_no_loss(model, losses):
+    (total, _), grads = losses(model, put(np.full((2, 3), -1)))
+    assert total == 0
+    assert not any(np.asarray(g).any() for g in jax.tree.leaves(grads))
+
+
+def test_the_draft_stage_trains():
+    """On any mesh the same; the backbone stays bit for bit; drafts come closer to the backbone."""
+
+    def run(shape: tuple[int, int, int], steps: int):
+        with jax.set_mesh(make_mesh(*shape)):
+            mesh = dict(zip(("data", "expert", "context"), shape, strict=True))
+            cfg = dataclasses.replace(CONFIG, mesh=dataclasses.replace(CONFIG.mesh, **mesh))
+            state = jax.jit(lambda: init_state(cfg))()
+            before = jax.device_get(state.params)
+            batch = dict(ids=IDS, segment_ids=SEGMENTS, targets=TARGETS, mtp_targets=np.full((2, S), -1))
+            batch = {name: put(x.astype(np.int32)) for name, x in batch.items()}
+            step, found = jax.jit(make_train_step(cfg)), []
+            for _ in range(steps):
+                state, metrics = step(state, batch)
+                found.append({name: float(metrics[name]) for name in ("draft_ce", "draft_distance", "grad_norm")})
+            return before, jax.device_get(state.params), found
+
+    before, after, found = run((1, 1, 1), 30)
+    assert np.mean([m["draft_distance"] for m in found[-5:]]) < 0.9 * found[0]["draft_distance"]
+    for (path, old), (_, new) in zip(nnx.to_flat_state(before), nnx.to_flat_state(after), strict=True):
+        same = np.array_equal(old.get_value(), new.get_value())
+        assert same == (path[0] != "mtp"), path
+    _, _, split = run((1, 2, 2), 2)
+    for one, other in zip(found, split, strict=False):
+        for name, value in one.items():
+            np.testing.assert_allclose(other[name], value, rtol=2e-5, err_msg=name)
+
+
+def test_accepted_tokens_are_distributed_as_the_model_says():
+    V = 5
+    p, q = np.random.RandomState(0).dirichlet(np.ones(V), size=(2, n + 1))
+
+    def one(key):
+        drafts = jax.random.categorical(jax.random.fold_in(key, 7), jnp.log(q[:n]))
+        kept, instead = accept(key, drafts, jnp.asarray(q[:n]), jnp.asarray(p))
+        tokens = jnp.where(jnp.arange(n + 1) < kept.sum(), jnp.pad(drafts, (0, 1)), instead)
+        return tokens, kept.sum()
+
+    tokens, kept = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(0), 20000))
+    for k in range(n + 1):
+        reached = np.asarray(tokens)[np.asarray(kept) >= k, k]
+        share = np.bincount(reached, minlength=V) / len(reached)
+        assert np.abs(share - p[k]).max() < 5 * np.sqrt(0.25 / len(reached)), k
+    overlap = np.minimum(p[:n], q[:n]).sum(1).cumprod()
+    np.testing.assert_allclose([(np.asarray(kept) > k).mean() for k in range(n)], overlap, atol=0.02)
+
+
+def test_greedy_decoding_with_drafts_is_greedy_decoding(model):
+    first = 4
+    ids = np.zeros(S, np.int32)
+    ids[:first] = IDS[0, :first]
+    plain = _continue(model, jnp.asarray(ids[None]), jnp.int32(first), 0, 0.0)[0]
+    told = speculate(model, jnp.asarray(ids), first, 0, 1.0, greedy=True)
+    np.testing.assert_array_equal(told.ids_S, plain)
+    assert told.drafted <= S - first and told.passes == told.drafted + 1
+    assert (np.diff(told.accepted_n) <= 0).all()
+    drawn = speculate(model, jnp.asarray(ids), first, 0, 1.0)
+    assert (drawn.ids_S[:first] == ids[:first]).all() and ((drawn.ids_S >= 0) & (drawn.ids_S < 64)).all()
+
+
+def test_proposals_follow_their_logits(model):
+    out = jax.jit(lambda m: m.features(put(IDS), put(SEGMENTS), collect=["features"]))(model)
+    anchors = Anchors(*(put(x) for x in ([[IDS[0, 3]], [IDS[1, 9]]], [[3], [9]], [[0], [0]])))
+    made = jax.jit(lambda m: propose(m, m.drafts(out, anchors), anchors))(model)
+    np.testing.assert_array_equal(made.token_BAn, made.logits_BAnV.argmax(-1))
+    assert made.confidence_BAn.shape == (2, 1, n)
