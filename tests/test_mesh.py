@@ -21,8 +21,8 @@ from dsv4_jax.train.step import losses, make_train_step
 B, S = 8, 40
 # Chunks of 5 positions on 8 devices are shorter than the window, than both ratios and than an overlap.
 MODEL = small_config(
-    n_layers=3, compress_ratios=(0, 4, 8, 0), n_hash_layers=1, window_size=7, n_routed_experts=8, index_topk=2,
-    attention_block=3, remat="none",
+    n_layers=2, compress_ratios=(4, 8, 0), n_hash_layers=1, window_size=7, n_routed_experts=8, index_topk=2,
+    attention_block=3, hc_mult=2, remat="none",
 )  # fmt: skip
 WEIGHTS = {"loss": 1.0, "mtp_loss": 0.3, "balance_loss": 0.1, "indexer_loss": 1.0}
 REST = [(1, 1, 8), (1, 8, 1), (8, 1, 1), (4, 2, 1), (1, 4, 2)]

@@ -63,6 +63,14 @@ SMALL = dataclasses.replace(
 DATA = DataConfig(seq_len=64, batch_size=2, held_out=0.2)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cheap_compilation():
+    """Few steps are run here: what the loop asks of XLA on CPU would not pay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_CPU_STEP", loop._RUNS_ONCE)
+        yield
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")

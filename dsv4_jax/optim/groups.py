@@ -257,9 +257,9 @@ def _scale_by_group(learning_rate: optax.ScalarOrSchedule, groups: Sequence[Grou
         if params is None:
             raise ValueError("weight decay needs the parameters: call update(updates, state, params)")
         at = lambda value: value(state.count) if callable(value) else value
-        leaves, treedef = jax.tree.flatten(updates)
+        rate, leaves, treedef = at(learning_rate), *jax.tree.flatten(updates)
         scaled = [
-            (-(at(learning_rate) * at(g.factor)) * (u + g.decay * p if g.decay else u)).astype(u.dtype)
+            (-(rate * at(g.factor)) * (u + g.decay * p if g.decay else u)).astype(u.dtype)
             for u, p, g in zip(leaves, jax.tree.leaves(params), groups, strict=True)
         ]
         return treedef.unflatten(scaled), optax.ScaleByScheduleState(optax.safe_increment(state.count))
