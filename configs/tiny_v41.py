@@ -8,12 +8,12 @@ from dsv4_jax.config import Config, DataConfig, LossConfig, MeshConfig, ModelCon
 
 
 def config() -> Config:
-    """Six layers with every mode of CSA2, an Engram, a vision tower, and three draft blocks for later."""
+    """Four layers with every mode of CSA2, an Engram, a vision tower, and three draft blocks for later."""
     return Config(
         model=ModelConfig(
             vocab_size=258,
             dim=128,
-            n_layers=6,
+            n_layers=4,
             n_heads=4,
             head_dim=32,
             rope_head_dim=16,
@@ -21,11 +21,11 @@ def config() -> Config:
             o_groups=2,
             o_lora_rank=64,
             moe_inter_dim=64,
-            n_routed_experts=16,
+            n_routed_experts=12,
             n_activated_experts=2,
-            compress_ratios=(0, 2, 2, 1, 1, 1, 0),
-            kv_source_layers=(1, 3),
-            index_source_layers=(1, 3, 4),
+            compress_ratios=(2, 1, 1, 1, 0),
+            kv_source_layers=(0, 1),
+            index_source_layers=(0, 1, 2),
             n_hash_layers=0,
             n_mtp_layers=1,
             window_size=64,
@@ -41,16 +41,16 @@ def config() -> Config:
             engram_n_heads=2,
             engram_head_dim=16,
             engram_pad_id=256,
-            vision_n_layers=2,
+            vision_n_layers=1,
             vision_dim=64,
             vision_n_heads=4,
             vision_inter_dim=128,
-            vision_patch_size=4,
-            vision_downsample_ratio=3,
-            vision_max_n_token=64,
-            vision_min_pixels=576,
+            vision_patch_size=6,
+            vision_downsample_ratio=2,
+            vision_max_n_token=32,
+            vision_min_pixels=144,
             image_token_id=257,
-            dspark_target_layer_ids=(3, 4, 5),
+            dspark_target_layer_ids=(2, 3),
             dspark_block_size=4,
             dspark_noise_token_id=257,
             dspark_markov_rank=32,
@@ -60,12 +60,12 @@ def config() -> Config:
             attention_block=64,
             remat="none",
         ),
-        data=DataConfig(mixture={"": 7.0, "drawn:": 1.0}, seq_len=512, batch_size=4),
+        data=DataConfig(mixture={"": 1.0, "drawn:": 1.0}, seq_len=512, batch_size=2, row_patches=896, row_images=14),
         loss=LossConfig(mtp=0.0),
         optim=OptimConfig(
             name="deepseek_v41", learning_rate=7e-3, end_learning_rate=1e-4, warmup_steps=15, decay_steps=110
         ),
-        mesh=MeshConfig(data=2, expert=2, context=2),
+        mesh=MeshConfig(data=1, expert=2, context=4),
         train=TrainConfig(
             steps=150, run_dir="runs/tiny_v41", eval_every=75, eval_batches=16, sample_tokens=200, cpu_devices=8
         ),

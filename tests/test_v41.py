@@ -100,7 +100,8 @@ def test_drafts(v41):
     found = draft(model)
     np.testing.assert_array_equal(found.token_BAn[:, 0], arrays["draft/ids"][:, 1:])
     np.testing.assert_allclose(found.logits_BAnV[:, 0], arrays["draft/logits"], rtol=0, atol=1e-4)
-    np.testing.assert_allclose(found.confidence_BAn[:, 0], arrays["draft/confidence"], rtol=0, atol=1e-4)
+    # The confidence reads streams before their norm, which are as far away as in `test_streams_and_logits`.
+    np.testing.assert_allclose(found.confidence_BAn[:, 0], arrays["draft/confidence"], rtol=1e-5, atol=5e-4)
 
 
 def test_a_packed_row_equals_its_documents_alone(v41):

@@ -2,7 +2,8 @@
 """Pictures of text, to be read: each document is a line drawn in a fixed font, followed by its characters.
 
 Nothing is stored or downloaded: the font comes with Pillow, the lines from any source of texts, and a picture is
-drawn when its row is made. Every character fills a cell of 6 x 12 pixels, black on white.
+drawn when its row is made. Every character stands in a cell of 12 x 12 pixels, black on white, and every picture is as
+wide as the longest line: the text follows its characters at one distance.
 """
 
 import functools
@@ -17,8 +18,10 @@ from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.model.config import ModelConfig
 
 PREFIX = "drawn:"  # of the path of such a source; what follows is the path of the texts
-SHORTEST, LONGEST = 8, 24  # characters of a line; what is longer is cut
-CELL = (6, 12)
+SHORTEST, LONGEST = 8, 16  # characters of a line; what is longer is cut
+CELL = 12  # pixels of a character's square
+GLYPH = 6  # pixels of its width
+SIZE = LONGEST * CELL, CELL  # width and height of a picture
 
 
 @functools.cache
@@ -26,15 +29,12 @@ def _font() -> ImageFont.ImageFont:
     return ImageFont.load_default_imagefont()
 
 
-def size(line: str) -> tuple[int, int]:
-    """Width and height of a line's picture in pixels."""
-    return CELL[0] * len(line), CELL[1]
-
-
 def draw(line: str) -> Image.Image:
     """The picture of a line of printable ASCII."""
-    picture = Image.new("RGB", size(line), "white")
-    ImageDraw.Draw(picture).text((0, 0), line, fill="black", font=_font())
+    picture = Image.new("RGB", SIZE, "white")
+    pen = ImageDraw.Draw(picture)
+    for i, character in enumerate(line):
+        pen.text((i * CELL + (CELL - GLYPH) // 2, 0), character, fill="black", font=_font())
     return picture
 
 
@@ -49,15 +49,12 @@ class Drawn:
     """Makes documents of lines."""
 
     def __init__(self, tokenizer: Tokenizer, cfg: ModelConfig):
-        self._tokenizer, self._cfg = tokenizer, cfg
-        self._starts: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # ids and span of a picture of so many characters
+        nothing = np.zeros(0, np.int32)
+        self._tokenizer = tokenizer
+        self._start = interleave([nothing, nothing], [plan(*SIZE, cfg)], cfg.image_token_id)
 
     def documents(self, text: str) -> Iterator[Document]:
         """The documents that a text's lines make."""
-        chosen, nothing = lines(text), np.zeros(0, np.int32)
+        chosen, (start, spans) = lines(text), self._start
         for line, ids in zip(chosen, self._tokenizer.encode(chosen), strict=True):
-            if len(line) not in self._starts:
-                layout = plan(*size(line), self._cfg)
-                self._starts[len(line)] = interleave([nothing, nothing], [layout], self._cfg.image_token_id)
-            start, spans = self._starts[len(line)]
             yield Document(np.concatenate([start, ids]), spans, [line])

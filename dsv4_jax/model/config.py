@@ -259,7 +259,8 @@ class ModelConfig(Section):
                 f"n_layers = {self.n_layers} layers, then n_mtp_layers = {self.n_mtp_layers} for the draft blocks"
             )
         need("compress_ratios", min(ratios) >= 0, "must hold no negative ratio")
-        need("compress_ratios", not any(ratios[self.n_layers :]), "must end with 0: draft blocks have no compressor")
+        last = ratios[self.n_layers :]
+        need("compress_ratios", not any(last), "must end with 0: MTP and draft blocks have no compressor")
         for key in ("kv_source_layers", "index_source_layers", "engram_layer_ids", "dspark_target_layer_ids"):
             numbers = getattr(self, key)
             fits = all(0 <= i < self.n_layers for i in numbers) and list(numbers) == sorted(set(numbers))
