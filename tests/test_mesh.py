@@ -15,7 +15,7 @@ import dsv4_jax as ds
 from dsv4_jax.config import Config, DataConfig, MeshConfig, OptimConfig, TrainConfig
 from dsv4_jax.mesh import BATCH, make_mesh
 from dsv4_jax.topology import collectives
-from dsv4_jax.train.state import abstract_batch, abstract_state, init_state
+from dsv4_jax.train.state import abstract_batch, abstract_state, batch_spec, init_state
 from dsv4_jax.train.step import losses, make_train_step
 
 B, S = 8, 40
@@ -23,6 +23,14 @@ B, S = 8, 40
 MODEL = small_config(
     n_layers=2, compress_ratios=(4, 8, 0), n_hash_layers=1, window_size=7, n_routed_experts=8, index_topk=2,
     attention_block=3, hc_mult=2, remat="none",
+)  # fmt: skip
+# Everything of V4.1: CSA2 with a pool of candidates, single-pass hyper-connections, Engram, images.
+MODEL41 = small_config(
+    n_layers=3, compress_ratios=(2, 2, 2), kv_source_layers=(0,), index_source_layers=(0, 1), candidate_source_layer=0,
+    candidate_topk_blocks=2, candidate_block_size=2, window_size=7, n_routed_experts=8, index_topk=2, n_mtp_layers=0,
+    hc_single_pass=True, query_norm=False, modality_bias=True, engram_layer_ids=(1,), engram_vocab_size=50,
+    engram_n_heads=1, engram_head_dim=8, vision_n_layers=1, vision_dim=16, vision_n_heads=2, vision_inter_dim=16,
+    vision_patch_size=2, vision_downsample_ratio=2, image_token_id=63, attention_block=3, hc_mult=2, remat="none",
 )  # fmt: skip
 WEIGHTS = {"loss": 1.0, "mtp_loss": 0.3, "balance_loss": 0.1, "indexer_loss": 1.0}
 REST = [(1, 1, 8), (1, 8, 1), (8, 1, 1), (4, 2, 1), (1, 4, 2)]
@@ -41,6 +49,20 @@ def packed_batch(rng):
     targets[2:, ::2] = -1
     ids = rng.integers(0, MODEL.vocab_size, (B, S)).astype(np.int32)
     return {"ids": ids, "segment_ids": segments, "targets": targets, "mtp_targets": np.roll(targets, 3, 0)}
+
+
+def with_images(batch, rng):
+    """The batch with an image across two devices' positions, and one of a single patch."""
+    types = np.full((B, S), -1, np.int32)
+    grids, patches = np.zeros((B, 1, 4), np.int32), rng.normal(size=(B, 20, 3, 2, 2)).astype(np.float32)
+    for row, start, height, width in ((0, 4, 3, 5), (4, 20, 1, 1)):
+        grids[row] = row, start, height, width
+        lines, columns = -(-height // 2), -(-width // 2)
+        span = [0, *([1] * columns + [2]) * lines, 3]
+        types[row, start : start + len(span)] = span
+    ids = np.where(types >= 0, MODEL41.image_token_id, batch["ids"])
+    targets = np.where(types >= 0, -1, batch["targets"])
+    return batch | {"ids": ids, "targets": targets, "token_types": types, "patches": patches, "image_grids": grids}
 
 
 def on_mesh(mesh, model=MODEL, change=lambda name, x: x, run=None):
@@ -63,9 +85,10 @@ def on_mesh(mesh, model=MODEL, change=lambda name, x: x, run=None):
             x = change(name, x).astype(value.dtype)
             flat.append((path, v.replace(jax.device_put(x, NamedSharding(mesh, spec)))))
         params, buffers = nnx.split_state(nnx.from_flat_state(flat), nnx.Param, ...)
-        batch = jax.tree.map(
-            lambda x: jax.device_put(x, NamedSharding(mesh, jax.P(BATCH, "context"))), packed_batch(rng)
-        )
+        batch = packed_batch(rng)
+        if model.vision_n_layers:
+            batch = with_images(batch, rng)
+        batch = {n: jax.device_put(x, NamedSharding(mesh, batch_spec(n, x.ndim))) for n, x in batch.items()}
 
         def objective(params):
             found, load = losses(nnx.merge(graphdef, params, buffers), batch)
@@ -98,6 +121,18 @@ def same(got, want):
 @pytest.mark.parametrize("shape", [(2, 2, 2), *REST])
 def test_losses_and_gradients_on_any_mesh(shape, one):
     same(on_mesh(make_mesh(*shape)), one)
+
+
+@pytest.fixture(scope="module")
+def one41():
+    return on_mesh(make_mesh(), MODEL41)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in REST)])
+def test_v41_on_any_mesh(shape, one41):
+    assert all(np.asarray(g).any() for name, g in one41[2].items() if "bias" not in name)
+    assert one41[1][:, 1].sum() == 3 * 2 * (2 * 4 + 2 + 4)  # layers, experts of a token, positions of images
+    same(on_mesh(make_mesh(*shape), MODEL41), one41)
 
 
 def steps(shape, optim="deepseek_v41"):
