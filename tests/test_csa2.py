@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What CSA2 adds to attention: pools of candidates, selections from a layer before, bounded replay."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden_models import ruled_model, small_config
+from test_attention import Case, gradients, inputs, segments
+
+from dsv4_jax.ops.attention import attend, attend_reference
+from dsv4_jax.ops.documents import documents, windows
+from dsv4_jax.ops.indexer import Index, candidate_blocks, in_blocks
+
+CASE = Case(topk=3, window=6, block=8)
+
+
+def pool_by_loops(score_BTM, seg_BS, ratio: int, blocks: int, size: int) -> np.ndarray:
+    """Which entries every query may select from, one query, one document, one block at a time."""
+    B, S = seg_BS.shape
+    pool = np.zeros(score_BTM.shape, bool)
+    for b in range(B):
+        slot = 0
+        for start in (t for t in range(S) if seg_BS[b, t] and (t == 0 or seg_BS[b, t] != seg_BS[b, t - 1])):
+            end = next((t for t in range(start, S) if seg_BS[b, t] != seg_BS[b, start]), S)
+            n = (end - start) // ratio
+            for t in range(start, end):
+                visible = (t + 1 - start) // ratio
+                score = {j: score_BTM[b, t, slot + j] for j in range(visible)}
+                numbers = range(-(-visible // size))
+                best = {k: max(score[j] for j in score if j // size == k) for k in numbers}
+                if best:
+                    best[max(best)] = np.inf
+                for k in sorted(best, key=lambda k: (-best[k], k))[:blocks]:
+                    pool[b, t, slot + k * size : slot + min((k + 1) * size, n)] = True
+            slot += n
+    return pool
+
+
+@pytest.mark.parametrize(("blocks", "size"), [(1, 1), (2, 2), (2, 3), (1, 8), (100, 2)])
+def test_pools_are_blocks_of_a_document(blocks: int, size: int):
+    seg = segments(37)
+    docs = documents(jnp.asarray(seg))
+    at = windows(docs, 2)
+    M = at.end_BM.shape[1]
+    score = np.random.RandomState(0).standard_normal((3, 37, M)).astype(np.float32)
+    t = np.arange(37)[:, None]
+    visible = (np.asarray(at.end_BM)[:, None] <= t) & (
+        np.asarray(at.start_BM)[:, None] >= np.asarray(docs.first_BS)[..., None]
+    )
+    found = candidate_blocks(jnp.asarray(score), jnp.asarray(visible), at, blocks, size)
+    got = np.asarray(in_blocks(found, M, size)) & visible
+    np.testing.assert_array_equal(got, pool_by_loops(score, seg, 2, blocks, size) & visible)
+
+
+def call(core, case, x, at, **options):
+    """The attention core on a case's arrays."""
+    if core is attend:
+        options |= {"block": case.block, "select": case.select}
+    arrays = x["q"], x["kv"], x["sink"], at[0]
+    return core(*arrays, window=case.window, entries_BMK=x["entries"], at=at[1], **options)
+
+
+def with_pool(core, given: bool):
+    """The attention core with an indexer that makes a pool of 2 blocks of 2, or selects from a given one."""
+
+    def run(case, x, at):
+        M = at[1].end_BM.shape[1]
+        pool = jnp.arange(3 * case.S * 2).reshape(3, case.S, 2) * 7 % M if given else None
+        return call(core, case, x, at, index=Index(x["iq"], x["iw"], x["ik"], case.topk, (2, 2), pool))
+
+    return run
+
+
+def from_before(core):
+    """The core with a selection made before, and with windows that begin late (bounded replay)."""
+
+    def run(case, x, at):
+        first_BS, wins = at
+        t = jnp.arange(case.S)[:, None]
+        topk = jnp.arange(3 * case.S * 3).reshape(3, case.S, 3) * 5 % wins.end_BM.shape[1]
+        near = jnp.maximum(first_BS, jnp.where(jnp.arange(case.S) >= 20, 20, 0))
+        visible = (wins.end_BM[:, None] <= t) & (wins.start_BM[:, None] >= first_BS[..., None])
+        unique = (topk[..., None] == topk[..., None, :]).sum(-1) == 1
+        seen = jnp.take_along_axis(visible, topk, axis=2) & unique
+        return call(core, case, x, at, topk_BSk=jnp.where(seen, topk, -1), near_BS=near)
+
+    return run
+
+
+@pytest.mark.parametrize("select", ["masked", "gathered"])
+@pytest.mark.parametrize("make", [lambda c: with_pool(c, False), lambda c: with_pool(c, True), from_before])
+def test_blocked_equals_whole_masks(make, select: str):
+    case = CASE._replace(select=select)
+    x, at = inputs(case)
+    (got, out), (want, ref) = (gradients(make(core), case, x, at) for core in (attend, attend_reference))
+    for name in ("o_BSHK", "kl_BS"):
+        np.testing.assert_allclose(getattr(out, name), getattr(ref, name), rtol=0, atol=1e-5, err_msg=name)
+    for name in ("topk_BSk", "candidates_BSc"):
+        if getattr(ref, name) is not None:
+            np.testing.assert_array_equal(np.sort(getattr(out, name)), np.sort(getattr(ref, name)))
+    for name, grad in got.items():
+        np.testing.assert_allclose(grad, want[name], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+MODEL = small_config(
+    n_layers=3, compress_ratios=(2, 2, 2), kv_source_layers=(0,), index_source_layers=(0, 1), n_mtp_layers=0,
+    index_topk=3, window_size=4, query_norm=False, hc_single_pass=True, remat="none",
+)  # fmt: skip
+IDS = np.random.RandomState(0).randint(0, 64, (1, 24))
+
+
+@pytest.fixture(scope="module")
+def stages():
+    run = jax.jit(lambda model, starts: model.features(IDS, replay_starts=starts, collect=["topk"]))
+    return {stage: (ruled_model(dataclasses.replace(MODEL, attention=stage)), run) for stage in ("dense", "sparse")}
+
+
+def test_reuse_reads_the_last_selection(stages):
+    """While there are no more entries than picks, sparse is dense; then it differs. Two layers tell a selection."""
+    nothing = np.zeros((1, 24), int)
+    out = {stage: run(model, nothing) for stage, (model, run) in stages.items()}
+    np.testing.assert_allclose(out["sparse"].h[:, :7], out["dense"].h[:, :7], rtol=0, atol=1e-5)
+    assert np.abs(out["sparse"].h - out["dense"].h)[:, 8:].max() > 1e-3
+    assert ["topk" in told for told in out["sparse"].layers] == [True, True, False]
+    assert [told["indexer"] > 0 for told in out["sparse"].layers] == [True, True, False]
+
+
+def test_bounded_replay_cuts_the_windows_of_the_decoder(stages):
+    """The start of a document is no cut; a cut changes what comes from it on, and nothing before."""
+    model, run = stages["dense"]
+    whole, cut = (run(model, np.full((1, 24), start)).h for start in (0, 12))
+    np.testing.assert_array_equal(whole[:, :12], cut[:, :12])
+    assert np.abs(whole - cut)[:, 12:15].max() > 1e-3
