@@ -217,7 +217,7 @@ class Plan:
                 for i in range(int(block * BLOCK * share), int((block + 1) * BLOCK * share)):
                     yield number, self._orders[number][i]
         else:
-            yield from map(tuple, self._once[block * BLOCK : (block + 1) * BLOCK].tolist())
+            yield from ((part, piece) for part, piece in self._once[block * BLOCK : (block + 1) * BLOCK].tolist())
 
     def _piece(self, number: int, index: int) -> Piece:
         p = self.parts[number]

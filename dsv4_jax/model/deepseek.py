@@ -182,8 +182,9 @@ class DeepSeek(nnx.Module):
         cfg = self.cfg
         ids, segment_ids, forced_experts = self._checked(ids, segment_ids, forced_experts)
         token_types, engram_rows = self._checked_inputs(ids, token_types, patches, image_grids, engram_rows)
-        whole_rows = lambda x: None if x is None else jax.reshard(jnp.asarray(x), row_spec(2))
-        at = tables(cfg, whole_rows(segment_ids), whole_rows(replay_starts))
+        if replay_starts is not None:
+            replay_starts = jax.reshard(jnp.asarray(replay_starts), row_spec(2))
+        at = tables(cfg, jax.reshard(segment_ids, row_spec(2)), replay_starts)
         mtp_blocks = list(self.mtp) if with_mtp and not cfg.dspark_target_layer_ids else []
         if following is None and mtp_blocks:
             shift = jax.shard_map(next_ids, in_specs=row_spec(2), out_specs=row_spec(2))
@@ -191,7 +192,7 @@ class DeepSeek(nnx.Module):
         dtype = _dtype(cfg)
         e, seen = self._embed(ids, dtype), None
         image = None if token_types is None else token_types != TEXT
-        if patches is not None:
+        if patches is not None and image_grids is not None:
             e, seen = embed_images(self, e, token_types, patches, image_grids, cfg, dtype)
         real = segment_ids > 0
         if cfg.engram_layer_ids and engram_rows is None:

@@ -201,7 +201,7 @@ def attend_reference(
             score = index_scores(index.q_BSIJ, index.w_BSI, index.k_BMJ)
             if index.pool and index.candidates_BSc is None:
                 made = candidate_blocks(score, entry, at, *index.pool)
-            elif index.pool:
+            elif index.pool and index.candidates_BSc is not None:
                 entry &= in_blocks(index.candidates_BSc, M, index.pool[1])
             topk = best_entries(score, entry, min(index.topk, M)) if index.topk else None
         if topk is not None:

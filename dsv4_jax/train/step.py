@@ -34,7 +34,7 @@ def objective_weights(cfg: Config) -> dict[str, float]:
     return {name: weight for name, weight in weights.items() if weight}
 
 
-def model_inputs(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def model_inputs(batch: dict[str, jax.Array]) -> dict[str, Any]:
     """The part of a batch that the model reads, by argument."""
     names = ("ids", "segment_ids", "token_types", "patches", "image_grids")
     return {name: batch[name] for name in names if name in batch}
