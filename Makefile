@@ -1,7 +1,7 @@
 # `make train` and `make test` need Python 3.11 or newer and nothing else.
 PYTHON ?= python3
 BIN := .venv/bin
-CONFIG ?= configs/tiny_v4.py
+CONFIG ?= configs/tiny_v41.py
 
 .PHONY: train test test-all soak check format clean
 
