@@ -2,6 +2,7 @@
 """The drafter: anchors and targets, its losses against plain loops, its training, and decoding with it."""
 
 import dataclasses
+import io
 from typing import Any
 
 import jax
@@ -10,14 +11,18 @@ import numpy as np
 import pytest
 from flax import nnx
 from golden_models import ruled_model, small_config
+from rich.console import Console
 
 from dsv4_jax.config import Config, DataConfig, LossConfig, OptimConfig, TrainConfig
 from dsv4_jax.mesh import act_spec, make_mesh
+from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.dspark import Anchors, propose, slot_logits
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.sample import _continue
 from dsv4_jax.speculate import accept, speculate
+from dsv4_jax.train.checkpoint import load_model
 from dsv4_jax.train.draft import choose_anchors, draft_losses, slot_targets, weights
+from dsv4_jax.train.loop import run
 from dsv4_jax.train.state import init_state
 from dsv4_jax.train.step import make_train_step
 
@@ -160,6 +165,29 @@ def test_the_draft_stage_trains():
     for one, other in zip(found, split, strict=False):
         for name, value in one.items():
             np.testing.assert_allclose(other[name], value, rtol=2e-5, err_msg=name)
+
+
+def test_a_drafter_of_another_runs_model(tmp_path):
+    """A pre-training run leaves the draft blocks alone; a run that starts from it trains nothing else."""
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        (tmp_path / "text" / f"{i}.txt").write_text("a b c d e f g h " * 4)
+    data = DataConfig(path=str(tmp_path / "text"), seq_len=S, batch_size=2, held_out=0.3)
+    one = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, vocab_size=257), data=data)
+    train = TrainConfig(steps=1, run_dir=str(tmp_path / "one"), sample_tokens=0, eval_batches=1)
+    one = dataclasses.replace(one, train=train)
+    train = dataclasses.replace(train, stage="draft", init_from=train.run_dir, run_dir=str(tmp_path / "two"))
+    two = dataclasses.replace(one, train=train)
+    start = nnx.to_flat_state(nnx.state(jax.jit(lambda: DeepSeek(one.model, rngs=nnx.Rngs(0)))(), nnx.Param))
+    said = io.StringIO()
+    found = []
+    for cfg in (one, two):
+        run(cfg, Console(file=said, width=200))
+        found.append(nnx.to_flat_state(nnx.state(load_model(cfg), nnx.Param)))
+    for (path, a), (_, b), (_, c) in zip(start, *found, strict=True):
+        moved = [not np.array_equal(x.get_value(), y.get_value()) for x, y in ((a, b), (b, c))]
+        assert moved == ([False, True] if path[0] == "mtp" else [True, False]), path
+    assert f"parameters  from {one.train.run_dir}" in said.getvalue()
 
 
 def test_accepted_tokens_are_distributed_as_the_model_says():

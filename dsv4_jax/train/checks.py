@@ -25,11 +25,11 @@ def start_warnings(cfg: Config, metrics: dict[str, Any], buffers: nnx.State) -> 
         raise RuntimeError(f"the objective lacks {sorted(absent)}, which the configuration names")
     warnings = [f"{name} is 0 in the first step" for name in weights if float(metrics[name]) == 0]
     expected, first = math.log(cfg.model.vocab_size), float(metrics["loss"])
-    if abs(first - expected) > 0.5:
+    if not cfg.train.init_from and cfg.train.stage == "pretrain" and abs(first - expected) > 0.5:
         warnings.append(
             f"the first loss is {first:.2f}, far from ln(vocabulary) = {expected:.2f}: is model.init_std too large?"
         )
-    return warnings + _hash_tables(cfg, buffers) + _gradients(cfg, metrics["grad_norms"])
+    return warnings + _hash_tables(cfg, buffers) + _gradients(cfg, metrics)
 
 
 def _hash_tables(cfg: Config, buffers: nnx.State) -> list[str]:
@@ -46,13 +46,16 @@ def _hash_tables(cfg: Config, buffers: nnx.State) -> list[str]:
     return warnings
 
 
-def _gradients(cfg: Config, norms: dict[str, np.ndarray]) -> list[str]:
+def _gradients(cfg: Config, metrics: dict[str, Any]) -> list[str]:
     """Parameters of the stage that got no gradient, by path and layer of their stack."""
     indexed = "indexer_loss" in objective_weights(cfg)
+    no_images = float(metrics.get("load_max_image", 0)) == 0
     warnings = []
-    for name, norm in norms.items():
+    for name, norm in metrics["grad_norms"].items():
         stays = frozen(cfg)
         if (stays and re.search(stays, name)) or ("indexer" in name.split(".") and not indexed):
+            continue
+        if no_images and re.match("vision|aligner|image_", name):
             continue
         layers = np.flatnonzero(np.atleast_1d(norm) == 0)
         if layers.size:

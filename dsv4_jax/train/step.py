@@ -178,7 +178,8 @@ def make_objective(cfg: Config) -> Callable[..., tuple[jax.Array, tuple[dict[str
             found = {name: value / count["drafts"] for name, value in found.items()}
         else:
             found, load_LE = losses(model, batch, count)
-        return sum((weight * found[name] for name, weight in factors.items()), jnp.zeros(())), (found, load_LE)
+        total = sum((weight * found[name] for name, weight in factors.items()), jnp.zeros(()))
+        return total, ({"loss": total} | found, load_LE)
 
     return objective
 
