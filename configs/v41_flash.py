@@ -5,7 +5,7 @@ python -m dsv4_jax plan configs/v41_flash.py
 
 The model is the published one, with its three draft blocks. The run is pre-training until 34T tokens: sparse
 attention from the first step, no pool of candidates and no YaRN (our reading: both belong to later stages), one text
-token map for both modalities, seven text tokens to one of images. The data paths and the mesh of 1536 devices are
+token map for both modalities, seven text tokens to one of images. The data paths and the mesh of 4096 devices are
 examples; model.engram_token_map has to name the tokenizer.json of the released model.
 """
 
@@ -52,6 +52,7 @@ def config() -> Config:
             dspark_target_layer_ids=(37, 38, 39),
             yarn=False,
             compute_dtype="bfloat16",
+            remat="full",
         ),
         data=DataConfig(mixture={"text/": 7.0, "pages/": 1.0}, seq_len=65536, batch_size=1536),
         loss=LossConfig(mtp=0.0),
@@ -62,6 +63,6 @@ def config() -> Config:
             warmup_steps=recipe.warmup_steps,
             decay_steps=steps - recipe.clock.steps(recipe.decay[0]),
         ),
-        mesh=MeshConfig(data=48, expert=16, context=2),
-        train=TrainConfig(steps=steps, run_dir="runs/v41_flash", eval_every=1000, accumulate=2),
+        mesh=MeshConfig(data=32, expert=16, context=8),
+        train=TrainConfig(steps=steps, run_dir="runs/v41_flash", eval_every=1000, accumulate=3),
     )

@@ -10,7 +10,7 @@ from flax import nnx
 
 from dsv4_jax import optim
 from dsv4_jax.config import Config
-from dsv4_jax.mesh import RULES
+from dsv4_jax.mesh import RULES, act_spec
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.optim.groups import block_count, group_leaves
@@ -19,15 +19,24 @@ from dsv4_jax.train.step import denominators, make_objective
 
 
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int]:
-    """Trainable parameters of the model, and how many of them one token uses (no array is made)."""
+    """Parameters of the model, and how many of them one token of pre-training uses (no array is made).
+
+    Of an Engram's table a token uses a row for each n-gram; it uses no draft blocks of DSpark.
+    """
     _, params, _ = nnx.split(jax.eval_shape(lambda: DeepSeek(cfg, rngs=nnx.Rngs(0))), nnx.Param, ...)
-    total = idle = 0
-    for _, variable in nnx.to_flat_state(params):
-        size = math.prod(variable.get_value().shape)
-        total += size
-        if "experts" in variable.axes:
-            idle += size * (cfg.n_routed_experts - cfg.n_activated_experts) // cfg.n_routed_experts
-    return total, total - idle
+    dspark, columns = bool(cfg.dspark_target_layer_ids), (cfg.engram_max_ngram_size - 1) * cfg.engram_n_heads
+    total = used = 0
+    for path, variable in nnx.to_flat_state(params):
+        shape = dict(zip(variable.axes, variable.get_value().shape, strict=True))
+        if "rows" in shape:
+            shape["rows"] -= variable.spare
+        total += math.prod(shape.values())
+        if "rows" in shape:
+            shape["rows"] = columns
+        if "experts" in shape:
+            shape["experts"] = cfg.n_activated_experts
+        used += 0 if dspark and path[0] == "mtp" else math.prod(shape.values())
+    return total, used
 
 
 def operations_per_token(cfg: ModelConfig, S: int) -> tuple[float, float]:
@@ -38,9 +47,10 @@ def operations_per_token(cfg: ModelConfig, S: int) -> tuple[float, float]:
     the indexer scores, forward once and backward twice.
     """
     table = cfg.vocab_size * cfg.dim
-    matrices = 6.0 * (parameter_counts(cfg)[1] - table + cfg.n_mtp_layers * table)
+    mtp = 0 if cfg.dspark_target_layer_ids else cfg.n_mtp_layers  # DSpark is not pre-trained
+    matrices = 6.0 * (parameter_counts(cfg)[1] - table + mtp * table)
     attention = 0.0
-    drafts = (LayerSpec("window"),) * cfg.n_mtp_layers
+    drafts = (LayerSpec("window"),) * mtp
     for spec in (*cfg.layer_specs, *drafts):
         seen = S / (2 * spec.ratio) if spec.ratio else 0.0
         if spec.indexed and cfg.attention != "dense":
@@ -64,7 +74,8 @@ def describe_model(cfg: ModelConfig) -> list[str]:
         lines.append(f"{title:10}  {span:>6}  {group.repeats} x [{kinds}]")
         title = ""
     if cfg.n_mtp_layers:
-        lines.append(f"{'':10}  {'mtp':>6}  {LayerSpec('window').name}")
+        kind = f"{cfg.n_mtp_layers} x [DSpark]" if cfg.dspark_target_layer_ids else LayerSpec("window").name
+        lines.append(f"{'':10}  {'mtp':>6}  {kind}")
     return [*lines, f"attention   {cfg.attention}, YaRN {'on' if cfg.yarn else 'off'}"]
 
 
@@ -123,7 +134,12 @@ def describe_activations(cfg: Config) -> str:
     What a layer needs while it runs comes on top; a compiled step (`topology`) tells that too.
     """
     state, batch = abstract_state(cfg), abstract_batch(cfg, cfg.data.batch_size // cfg.train.accumulate)
-    objective = make_objective(cfg)
+    objective, model = make_objective(cfg), cfg.model
+    if model.engram_layer_ids:  # so that a plan needs no tokenizer
+        columns = (model.engram_max_ngram_size - 1) * model.engram_n_heads
+        shape, place = (*batch["ids"].shape, len(model.engram_layer_ids), columns), batch["ids"].sharding
+        place = place.update(spec=act_spec(4))
+        batch["engram_rows"] = jax.ShapeDtypeStruct(shape, "int32", sharding=place)
 
     def residuals(params: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array]):
         return jax.vjp(lambda p: objective(p, buffers, batch, denominators(batch)), params, has_aux=True)[1]

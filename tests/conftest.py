@@ -38,7 +38,10 @@ settings.register_profile("default", deadline=None, derandomize=True, max_exampl
 settings.load_profile("default")
 
 
-LONGEST = ["test_train.py", "test_mesh.py", "test_golden.py", "test_kill.py", "test_experts.py"]
+LONGEST = [
+    *("test_mesh.py", "test_train.py", "test_kill.py", "test_golden.py", "test_dspark.py", "test_v41.py"),
+    *("test_experts.py", "test_vision.py", "test_engram.py"),
+]
 
 
 def pytest_collection_modifyitems(items):

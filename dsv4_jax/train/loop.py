@@ -24,6 +24,7 @@ from dsv4_jax.config import Config
 from dsv4_jax.data.packing import START, Position
 from dsv4_jax.data.pipeline import Batch, Stream
 from dsv4_jax.mesh import on_cpu, start_devices, use_mesh
+from dsv4_jax.model.token_map import token_map
 from dsv4_jax.sample import sample
 from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer, describe_placement
 from dsv4_jax.train.checkpoint import Checkpoints, load_model
@@ -57,6 +58,11 @@ def run(cfg: Config, console: Console | None = None) -> None:
     console = console or Console(highlight=False, markup=False, soft_wrap=True)
     run_dir = Path(cfg.train.run_dir)
     data = read_data(cfg)
+    if cfg.model.engram_layer_ids and token_map(cfg.model) is None:
+        raise ConfigError(
+            f"model.engram_compressed_vocab_size = {cfg.model.engram_compressed_vocab_size} needs "
+            "model.engram_token_map: the tokenizer.json or the .npy that gives so many numbers"
+        )
     start_devices(cfg.train.cpu_devices, cfg.train.distributed, cfg.train.deterministic)
     use_mesh(cfg.mesh.data, cfg.mesh.expert, cfg.mesh.context)
     if jax.process_index():  # the first process speaks and writes for all

@@ -36,7 +36,7 @@ def objective_weights(cfg: Config) -> dict[str, float]:
 
 def model_inputs(batch: dict[str, jax.Array]) -> dict[str, Any]:
     """The part of a batch that the model reads, by argument."""
-    names = ("ids", "segment_ids", "token_types", "patches", "image_grids")
+    names = ("ids", "segment_ids", "token_types", "patches", "image_grids", "engram_rows")
     return {name: batch[name] for name in names if name in batch}
 
 
