@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from golden_models import ruled_model, small_config
 from test_attention import Case, gradients, inputs, segments
 
@@ -134,3 +135,48 @@ def test_bounded_replay_cuts_the_windows_of_the_decoder(stages):
     whole, cut = (run(model, np.full((1, 24), start)).h for start in (0, 12))
     np.testing.assert_array_equal(whole[:, :12], cut[:, :12])
     assert np.abs(whole - cut)[:, 12:15].max() > 1e-3
+
+
+ENGRAM = dict(engram_layer_ids=(0,), engram_vocab_size=50, engram_n_heads=1, engram_head_dim=4)
+ONE = dict(n_layers=1, n_mtp_layers=0, window_size=4, remat="none")
+CSA2 = dict(kv_source_layers=(0,), index_source_layers=(0,), compress_ratios=(2, 0), hc_single_pass=True)
+MIXTURES = {
+    "CSA with Engram": ONE | ENGRAM | dict(compress_ratios=(4,)),
+    "CSA2, single pass and MTP": ONE | CSA2 | dict(n_mtp_layers=1),
+}
+
+
+@pytest.mark.parametrize("fields", MIXTURES.values(), ids=MIXTURES)
+def test_any_mixture_runs(fields: dict):
+    """A small step changes the loss as far as the gradient says."""
+    graph, params, rest = nnx.split(ruled_model(small_config(**fields)), nnx.Param, ...)
+
+    def loss(params):
+        out = nnx.merge(graph, params, rest)(IDS)
+        return -sum(jax.nn.log_softmax(x)[..., 1].mean() for x in (out.logits, out.mtp_logits) if x is not None)
+
+    @jax.jit
+    def ahead(params, move):
+        value, grads = jax.value_and_grad(loss)(params)
+        slope = sum(jax.tree.leaves(jax.tree.map(lambda g, m: (g * m).sum(), grads, move)))
+        return value, slope, loss(jax.tree.map(lambda p, m: p + 1e-3 * m, params, move))
+
+    r = np.random.RandomState(0)
+    move = jax.tree.map(lambda p: jax.device_put(0.1 * r.standard_normal(p.shape).astype("f"), p.sharding), params)
+    value, slope, after = ahead(params, move)
+    np.testing.assert_allclose((after - value) / 1e-3, slope, rtol=0.05, atol=1e-3)
+
+
+def test_every_choice_of_v41_matters():
+    """And the images' balance bias only where there are images."""
+    run = jax.jit(lambda model: model(IDS).logits)
+    make = lambda **fields: ruled_model(small_config(**ONE, compress_ratios=(0,), **fields))
+    plain = np.asarray(run(make()))
+    for change in (dict(hc_single_pass=True), dict(query_norm=False)):
+        assert np.abs(run(make(**change)) - plain).max() > 1e-2, change
+    model = make(modality_bias=True)
+    graph, state = nnx.split(model)
+    for path, changes in (("", False), ("bias_vl", False), ("bias", True)):
+        turned = [(p, v.replace(-v.get_value()) if p[-1] == path else v) for p, v in nnx.to_flat_state(state)]
+        found = run(nnx.merge(graph, nnx.from_flat_state(turned)))
+        assert (np.asarray(found) != plain).any() == changes, path

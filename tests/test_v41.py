@@ -9,6 +9,7 @@ from typing import Any
 
 import golden_weights
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -18,6 +19,8 @@ import dsv4_jax as ds
 from dsv4_jax.mesh import abstract_mesh
 from dsv4_jax.model.dspark import Anchors, propose
 from dsv4_jax.model.official import official_shapes
+from dsv4_jax.model.params import RouterBias
+from dsv4_jax.train.step import update_biases
 
 S = 45
 COLLECT = ("streams", "pre_mix", "topk", "candidates", "features", "vision")
@@ -178,3 +181,18 @@ def test_wrong_inputs_are_refused(v41):
     ]:
         with pytest.raises(ValueError, match=message):
             model(ids, **arguments)
+
+
+def test_every_bias_moves_by_the_load_of_its_modality(v41):
+    model, cfg = v41["model"], v41["cfg"]
+    load = np.random.RandomState(0).randint(0, 9, (cfg.n_layers, 2, cfg.n_routed_experts)).astype(np.float32)
+    _, _, before = nnx.split(model, nnx.Param, ...)
+    after = nnx.to_flat_state(update_biases(model, before, jnp.asarray(load), 0.5))
+    for (path, old), (_, new) in zip(nnx.to_flat_state(before), after, strict=True):
+        moved = np.asarray(new.get_value()) - np.asarray(old.get_value())
+        if not isinstance(old, RouterBias) or path[0] == "mtp":  # draft blocks are not run
+            assert not moved.any(), path
+            continue
+        for row, layer in zip(moved, model.layers_of(path), strict=True):
+            own = load[layer, int(path[-1] == "bias_vl")]
+            np.testing.assert_allclose(row, 0.5 * np.sign(own.mean() - own), atol=1e-6)
