@@ -12,7 +12,7 @@ from dsv4_jax import optim
 from dsv4_jax.config import Config
 from dsv4_jax.mesh import RULES
 from dsv4_jax.model.config import CSA_RATIO, LayerSpec, ModelConfig
-from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.model.deepseek import structure
 from dsv4_jax.optim.groups import block_count, group_leaves
 from dsv4_jax.train.state import abstract_batch, abstract_model, abstract_state, parameter_groups
 from dsv4_jax.train.step import denominators, make_objective
@@ -20,7 +20,7 @@ from dsv4_jax.train.step import denominators, make_objective
 
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int]:
     """Trainable parameters of the model, and how many of them one token uses (no array is made)."""
-    _, params, _ = nnx.split(jax.eval_shape(lambda: DeepSeek(cfg, rngs=nnx.Rngs(0))), nnx.Param, ...)
+    _, params, _ = nnx.split(structure(cfg), nnx.Param, ...)
     total = idle = 0
     for _, variable in nnx.to_flat_state(params):
         size = math.prod(variable.get_value().shape)
@@ -52,7 +52,7 @@ def operations_per_token(cfg: ModelConfig, S: int) -> tuple[float, float]:
 
 def describe_model(cfg: ModelConfig) -> list[str]:
     """Layer plan and parameter counts, a line each."""
-    model = jax.eval_shape(lambda: DeepSeek(cfg, rngs=nnx.Rngs(0)))
+    model = structure(cfg)
     total, active = parameter_counts(cfg)
     lines = [f"parameters  {total:,}, of which a token uses {active:,}"]
     title = "layers"
