@@ -12,7 +12,7 @@ from dsv4_jax import optim
 from dsv4_jax.config import Config
 from dsv4_jax.mesh import RULES, act_spec
 from dsv4_jax.model.config import LayerSpec, ModelConfig
-from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.model.deepseek import structure
 from dsv4_jax.optim.groups import block_count, group_leaves
 from dsv4_jax.train.state import abstract_batch, abstract_model, abstract_state, parameter_groups
 from dsv4_jax.train.step import denominators, make_objective
@@ -23,7 +23,7 @@ def parameter_counts(cfg: ModelConfig) -> tuple[int, int]:
 
     Of an Engram's table a token uses a row for each n-gram; it uses no draft blocks of DSpark.
     """
-    _, params, _ = nnx.split(jax.eval_shape(lambda: DeepSeek(cfg, rngs=nnx.Rngs(0))), nnx.Param, ...)
+    _, params, _ = nnx.split(structure(cfg), nnx.Param, ...)
     dspark, columns = bool(cfg.dspark_target_layer_ids), (cfg.engram_max_ngram_size - 1) * cfg.engram_n_heads
     total = used = 0
     for path, variable in nnx.to_flat_state(params):
@@ -63,7 +63,7 @@ def operations_per_token(cfg: ModelConfig, S: int) -> tuple[float, float]:
 
 def describe_model(cfg: ModelConfig) -> list[str]:
     """Layer plan and parameter counts, a line each."""
-    model = jax.eval_shape(lambda: DeepSeek(cfg, rngs=nnx.Rngs(0)))
+    model = structure(cfg)
     total, active = parameter_counts(cfg)
     lines = [f"parameters  {total:,}, of which a token uses {active:,}"]
     title = "layers"

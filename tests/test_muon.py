@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Muon against float64, and the laws of its matrix specs."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optim_reference as ref
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dsv4_jax.optim import MatrixSpec, muon, scale_by_muon, scale_by_orthogonal
 
@@ -19,8 +19,13 @@ def normal(*shape):
     return RNG.normal(size=shape).astype(np.float32)
 
 
+# The faster compiler of the tests (see conftest.py) rounds in another way in every program.
+STEADY = {"xla_cpu_use_fusion_emitters": True} if "emitters" in os.environ["XLA_FLAGS"] else None
+
+
 def direction(x, spec=MatrixSpec(), **options):
-    return np.asarray(scale_by_orthogonal(spec, **options).update(jnp.asarray(x), optax.EmptyState())[0])
+    update = lambda x: scale_by_orthogonal(spec, **options).update(x, optax.EmptyState())[0]
+    return jax.tree.map(np.asarray, jax.jit(update, compiler_options=STEADY)(x))
 
 
 def train(tx, params, gradients):
@@ -70,8 +75,7 @@ def test_direction_is_optax_muons_without_momentum():
         np.testing.assert_allclose(ours[name] / 20**0.5, theirs[name], atol=2e-6)
 
 
-@settings(max_examples=6)
-@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 6), st.integers(1, 5))
+@pytest.mark.parametrize("layers, heads, n, dim", [(1, 1, 2, 2), (3, 2, 1, 5), (2, 4, 6, 3)])
 def test_ways_to_store_the_same_matrices(layers, heads, n, dim):
     """[layers, in, heads * dim], [layers, in, heads, dim], [heads, layers, dim, in]: the same matrices."""
     x = np.random.default_rng(n).normal(size=(layers, n, heads * dim)).astype(np.float32)
@@ -89,7 +93,7 @@ def test_ways_to_store_the_same_matrices(layers, heads, n, dim):
 def test_leaves_are_matrices_of_their_own():
     """Together or alone, in any order, with zeros beside them: the same update, bit for bit."""
     leaves = {"a": normal(3, 4, 8), "b": normal(8, 4), "c": normal(2, 2, 4, 8), "zero": np.zeros((4, 8), np.float32)}
-    together = scale_by_orthogonal().update(leaves, optax.EmptyState())[0]
+    together = direction(leaves)
     for name, x in leaves.items():
         np.testing.assert_array_equal(together[name], direction(x), err_msg=name)
     assert not together["zero"].any()

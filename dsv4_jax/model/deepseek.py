@@ -302,6 +302,16 @@ class DeepSeek(nnx.Module):
         return token_types, engram_rows
 
 
+def structure(cfg: ModelConfig) -> DeepSeek:
+    """A model's structure, without arrays; traced once for each configuration and mesh."""
+    return _made.eval_shape(cfg)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _made(cfg: ModelConfig) -> DeepSeek:
+    return DeepSeek(cfg, rngs=nnx.Rngs(0))
+
+
 def _dtype(cfg: ModelConfig) -> jnp.dtype:
     """The compute type; `auto` is float32 on CPU and bfloat16 elsewhere."""
     name = cfg.compute_dtype

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from dsv4_jax.config import Config, OptimConfig
 from dsv4_jax.data.images import row_budget
 from dsv4_jax.mesh import act_spec, row_spec
-from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.model.deepseek import DeepSeek, structure
 from dsv4_jax.optim import adamw_groups, grouped, v4_groups, v41_groups
 from dsv4_jax.optim.schedules import trapezoid
 
@@ -87,7 +87,7 @@ def optimizer(cfg: Config, params: Any) -> optax.GradientTransformation:
 
 def abstract_model(cfg: Config) -> DeepSeek:
     """The model's structure, without arrays."""
-    return jax.eval_shape(lambda: DeepSeek(cfg.model, rngs=nnx.Rngs(cfg.train.seed)))
+    return structure(cfg.model)
 
 
 def _mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
