@@ -63,10 +63,10 @@ def config() -> Config:
         data=DataConfig(mixture={"": 1.0, "drawn:": 1.0}, seq_len=512, batch_size=2, row_patches=896, row_images=14),
         loss=LossConfig(mtp=0.0),
         optim=OptimConfig(
-            name="deepseek_v41", learning_rate=7e-3, end_learning_rate=1e-4, warmup_steps=10, decay_steps=85
+            name="deepseek_v41", learning_rate=7e-3, end_learning_rate=1e-4, warmup_steps=10, decay_steps=70
         ),
         mesh=MeshConfig(data=1, expert=2, context=4),
         train=TrainConfig(
-            steps=120, run_dir="runs/tiny_v41", eval_every=60, eval_batches=10, sample_tokens=200, cpu_devices=8
+            steps=100, run_dir="runs/tiny_v41", eval_every=50, eval_batches=10, sample_tokens=200, cpu_devices=8
         ),
     )
