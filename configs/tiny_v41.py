@@ -8,12 +8,12 @@ from dsv4_jax.config import Config, DataConfig, LossConfig, MeshConfig, ModelCon
 
 
 def config() -> Config:
-    """Four layers with every mode of CSA2, an Engram, a vision tower, and three draft blocks for later."""
+    """Three layers of CSA2 (two that make entries, one that reuses), an Engram, a vision tower, a draft block."""
     return Config(
         model=ModelConfig(
             vocab_size=258,
             dim=128,
-            n_layers=4,
+            n_layers=3,
             n_heads=4,
             head_dim=32,
             rope_head_dim=16,
@@ -23,9 +23,9 @@ def config() -> Config:
             moe_inter_dim=64,
             n_routed_experts=12,
             n_activated_experts=2,
-            compress_ratios=(2, 1, 1, 1, 0),
+            compress_ratios=(2, 1, 1, 0),
             kv_source_layers=(0, 1),
-            index_source_layers=(0, 1, 2),
+            index_source_layers=(0, 1),
             n_hash_layers=0,
             n_mtp_layers=1,
             window_size=64,
@@ -50,7 +50,7 @@ def config() -> Config:
             vision_max_n_token=32,
             vision_min_pixels=144,
             image_token_id=257,
-            dspark_target_layer_ids=(2, 3),
+            dspark_target_layer_ids=(1, 2),
             dspark_block_size=4,
             dspark_noise_token_id=257,
             dspark_markov_rank=32,
@@ -63,10 +63,10 @@ def config() -> Config:
         data=DataConfig(mixture={"": 1.0, "drawn:": 1.0}, seq_len=512, batch_size=2, row_patches=896, row_images=14),
         loss=LossConfig(mtp=0.0),
         optim=OptimConfig(
-            name="deepseek_v41", learning_rate=7e-3, end_learning_rate=1e-4, warmup_steps=10, decay_steps=70
+            name="deepseek_v41", learning_rate=7e-3, end_learning_rate=1e-4, warmup_steps=10, decay_steps=60
         ),
         mesh=MeshConfig(data=1, expert=2, context=4),
         train=TrainConfig(
-            steps=100, run_dir="runs/tiny_v41", eval_every=50, eval_batches=10, sample_tokens=200, cpu_devices=8
+            steps=120, run_dir="runs/tiny_v41", eval_every=120, eval_batches=10, sample_tokens=200, cpu_devices=8
         ),
     )
