@@ -45,7 +45,7 @@ IDS = np.random.RandomState(0).randint(0, 64, (1, 24))
 @pytest.fixture(scope="module")
 def stages():
     """A CSA layer in every stage, with the same weights: the model and its features."""
-    run, found = jax.jit(lambda model: model.features(IDS)), {}
+    run, found = jax.jit(lambda model: model.features(IDS, collect=["topk"])), {}
     for stage in ("dense", "warmup", "sparse"):
         model = ruled_model(small_config(attention=stage, n_mtp_layers=0, compress_ratios=(4,)))
         found[stage] = model, run(model)
