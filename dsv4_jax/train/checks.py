@@ -49,7 +49,7 @@ def _hash_tables(cfg: Config, buffers: nnx.State) -> list[str]:
 def _gradients(cfg: Config, metrics: dict[str, Any]) -> list[str]:
     """Parameters of the stage that got no gradient, by path and layer of their stack."""
     indexed = "indexer_loss" in objective_weights(cfg)
-    no_images = float(metrics.get("load_max_image", 0)) == 0
+    no_images = math.isnan(float(metrics.get("load_max_image", math.nan)))
     warnings = []
     for name, norm in metrics["grad_norms"].items():
         stays = frozen(cfg)

@@ -112,12 +112,14 @@ def balance_metrics(load_LE: jax.Array, buffers: nnx.State) -> dict[str, jax.Arr
 
     `load_max`: tokens of the fullest expert over the mean, in the worst layer; `load_dead`: share of experts
     without a token; `load_entropy`: of a layer's loads over that of even ones, on average; `bias_max`. With
-    loads of text and images [L, 2, E] there are the first three of image tokens too, ending in `_image`.
+    loads of text and images [L, 2, E] there are the first three of image tokens too, ending in `_image`; NaN
+    without any.
     """
     if load_LE.ndim == 3:
         of_images = balance_metrics(load_LE[:, 1], buffers)
         del of_images["bias_max"]
-        of_images = {f"{name}_image": value for name, value in of_images.items()}
+        some = load_LE[:, 1].sum() > 0
+        of_images = {f"{name}_image": jnp.where(some, value, jnp.nan) for name, value in of_images.items()}
         return balance_metrics(load_LE.sum(1), buffers) | of_images
     total = jnp.maximum(load_LE.sum(-1, keepdims=True), 1)
     entropy = jax.scipy.special.entr(load_LE / total).sum(-1) / max(math.log(load_LE.shape[-1]), 1e-9)
@@ -131,9 +133,11 @@ def balance_metrics(load_LE: jax.Array, buffers: nnx.State) -> dict[str, jax.Arr
 
 
 def update_ratios(groups: Any, updates: Any, params: Any) -> dict[str, jax.Array]:
-    """Norm of the update over the norm of the weights, for the parameters of every rule together."""
+    """Norm of the update over the norm of the weights, for the parameters of every rule that moves some together."""
     norms: dict[str, list[jax.Array]] = {}
     for group, u, p in zip(group_leaves(groups), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
+        if group.rule == "frozen":
+            continue
         squares = jnp.stack([(x.astype(jnp.float32) ** 2).sum() for x in (u, p)])
         norms.setdefault(group.rule, []).append(squares)
     sums = {rule: jnp.sqrt(sum(found)) for rule, found in norms.items()}
