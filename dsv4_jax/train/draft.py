@@ -37,19 +37,25 @@ def choose_anchors(targets_BS: jax.Array, key: jax.Array, count: int) -> jax.Arr
     return jax.reshard(found, act_spec(2))
 
 
+def from_anchors(x: jax.Array, position_BA: jax.Array, n: int) -> jax.Array:
+    """What x [B, S, ...] has at the n positions from each anchor on, [B, A, n, ...]; the row's ends go on for ever."""
+
+    def rows(x: jax.Array, position_BA: jax.Array) -> jax.Array:
+        place = jnp.clip(position_BA[..., None] + jnp.arange(n), 0, x.shape[1] - 1)
+        return jax.vmap(lambda row, at: row[at])(x, place)
+
+    specs = row_spec(x.ndim), row_spec(2)
+    whole_rows = (jax.reshard(a, spec) for a, spec in zip((x, position_BA), specs, strict=True))
+    found = jax.shard_map(rows, in_specs=specs, out_specs=row_spec(x.ndim + 1))(*whole_rows)
+    return jax.reshard(found, act_spec(x.ndim + 1))
+
+
 def slot_targets(targets_BS: jax.Array, position_BA: jax.Array, n: int) -> jax.Array:
     """The tokens [B, A, n] that the slots of every anchor predict, -1 from the first place without one on."""
-
-    def rows(targets_BS: jax.Array, position_BA: jax.Array) -> jax.Array:
-        place = position_BA[..., None] + jnp.arange(n)
-        take = lambda row, at: row.at[at].get(mode="fill", fill_value=-1)
-        found = jax.vmap(take)(targets_BS, jnp.where(position_BA[..., None] < 0, targets_BS.shape[1], place))
-        return jnp.where(jax.lax.cummin(found, axis=2) < 0, -1, found)
-
-    spec = row_spec(2)
-    whole_rows = (jax.reshard(x, spec) for x in (targets_BS, position_BA))
-    found = jax.shard_map(rows, in_specs=spec, out_specs=row_spec(3))(*whole_rows)
-    return jax.reshard(found, act_spec(3))
+    place_BAn = position_BA[..., None] + jnp.arange(n)
+    some = (position_BA[..., None] >= 0) & (place_BAn < targets_BS.shape[1])
+    found = jnp.where(some, from_anchors(targets_BS, position_BA, n), -1)
+    return jnp.where(jax.lax.cummin(found, axis=2) < 0, -1, found)
 
 
 def weights(slots_BAn: jax.Array, decay: float) -> jax.Array:
@@ -69,15 +75,14 @@ def draft_losses(
     frozen = jax.lax.stop_gradient
     backbone = frozen(model.features(**inputs, with_mtp=False, collect=["features"]))
     n = model.cfg.dspark_block_size
-    read = lambda x_BS: _at(x_BS, position_BA)
-    ids_BS, first_BS = inputs["ids"], backbone.at.docs.first_BS
-    anchors = Anchors(read(ids_BS), position_BA, read(first_BS))
+    token_BA, first_BA = (from_anchors(x, position_BA, 1)[..., 0] for x in (inputs["ids"], backbone.at.docs.first_BS))
+    anchors = Anchors(token_BA, position_BA, first_BA)
     slots_BAn = slot_targets(targets_BS, position_BA, n)
     weight_BAn = weights(slots_BAn, decay)
     made: Drafts = _shared_frozen(model).drafts(backbone, anchors)
     # Slot k comes after the true token k places after the anchor, and the backbone predicts from there.
     before_BAn = jnp.concatenate([anchors.token_BA[..., None], jnp.maximum(slots_BAn[..., :-1], 0)], axis=-1)
-    teacher_BAnD = _spans(backbone.h, position_BA, n)
+    teacher_BAnD = from_anchors(backbone.h, position_BA, n)
 
     @jax.checkpoint
     def slot(xs: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
@@ -105,27 +110,3 @@ def _shared_frozen(model: DeepSeek) -> DeepSeek:
     """The model with everything but the draft blocks cut off from the gradient."""
     cut = lambda path, x: x if path[0].name == "mtp" else jax.lax.stop_gradient(x)
     return jax.tree.map_with_path(cut, model)
-
-
-def _at(x_BS: jax.Array, position_BA: jax.Array) -> jax.Array:
-    """Values of whole rows at positions, 0 for none."""
-
-    def rows(x_BS: jax.Array, position_BA: jax.Array) -> jax.Array:
-        return jnp.where(position_BA < 0, 0, jnp.take_along_axis(x_BS, jnp.maximum(position_BA, 0), axis=1))
-
-    spec = row_spec(2)
-    found = jax.shard_map(rows, in_specs=spec, out_specs=spec)(*(jax.reshard(x, spec) for x in (x_BS, position_BA)))
-    return jax.reshard(found, act_spec(2))
-
-
-def _spans(h_BSD: jax.Array, position_BA: jax.Array, n: int) -> jax.Array:
-    """Features [B, A, n, D] of the n positions from each anchor on, as far as the row goes."""
-
-    def rows(h_BSD: jax.Array, position_BA: jax.Array) -> jax.Array:
-        place = jnp.clip(position_BA[..., None] + jnp.arange(n), 0, h_BSD.shape[1] - 1)
-        return jax.vmap(lambda h, at: h[at])(h_BSD, place)
-
-    specs = row_spec(3), row_spec(2)
-    h_BSD, position_BA = (jax.reshard(x, spec) for x, spec in zip((h_BSD, position_BA), specs, strict=True))
-    found = jax.shard_map(rows, in_specs=specs, out_specs=row_spec(4))(h_BSD, position_BA)
-    return jax.reshard(found, act_spec(4))
