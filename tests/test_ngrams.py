@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from golden_models import small_config
 from hypothesis import example, given
 from hypothesis import strategies as st
+from test_engram import B, S, config
 
 import dsv4_jax as ds
 from dsv4_jax.mesh import act_spec, make_mesh, row_spec
@@ -22,16 +22,6 @@ from dsv4_jax.ops.documents import documents
 from dsv4_jax.ops.ngrams import hashing, multiply, ngram_rows, remainder
 
 REAL = dict(layers=(1, 14), longest=4, heads=8, start=16000000, vocab=99092)
-B, S = 8, 16
-
-
-def config(**changes):
-    """Two Engrams of 2 x 2 tables before layers of windows."""
-    fields = dict(
-        n_layers=2, compress_ratios=(0, 0), n_mtp_layers=0, norm_eps=1e-20,
-        engram_layer_ids=(0, 1), engram_vocab_size=97, engram_max_ngram_size=3, engram_n_heads=2, engram_head_dim=4,
-    )  # fmt: skip
-    return small_config(**(fields | changes))
 
 
 def test_constants_of_the_published_model():

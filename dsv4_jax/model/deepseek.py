@@ -237,9 +237,10 @@ class DeepSeek(nnx.Module):
         cfg = self.cfg
         if name == "vision":
             return list((out.seen or {}).values())
+        layers = out.layers[: cfg.n_layers]
         if name == "features":
-            return [t["entering"] if i in cfg.dspark_target_layer_ids else None for i, t in enumerate(out.layers)]
-        found = [told.get(name) for told in out.layers[: cfg.n_layers]]
+            return [told["entering"] if i in cfg.dspark_target_layer_ids else None for i, told in enumerate(layers)]
+        found = [told.get(name) for told in layers]
         if name == "topk":
             none = jnp.iinfo(jnp.int32).max  # sorts to the end
             ordered = lambda topk: jnp.sort(jnp.where(topk < 0, none, topk))
