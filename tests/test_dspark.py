@@ -16,7 +16,7 @@ from rich.console import Console
 from dsv4_jax.config import Config, DataConfig, LossConfig, OptimConfig, TrainConfig
 from dsv4_jax.mesh import act_spec, make_mesh
 from dsv4_jax.model.deepseek import DeepSeek
-from dsv4_jax.model.dspark import Anchors, propose, slot_logits
+from dsv4_jax.model.dspark import Anchors, confidence, propose, slot_logits
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.sample import _continue
 from dsv4_jax.speculate import accept, speculate
@@ -106,9 +106,10 @@ def test_losses_are_those_of_every_slot_by_itself(model, losses):
     def parts(model, ids, at, before):
         out = model.features(ids, collect=["features"])
         made = model.drafts(out, at)
-        return slot_logits(model, made.h_BAnD, before)[0, 0], head_logits(out.h, model.head[...])[0]
+        logits, accepted = slot_logits(model, made.h_BAnD, before), confidence(model, made.u_BAnD, before)
+        return logits[0, 0], accepted[0, 0], head_logits(out.h, model.head[...])[0]
 
-    want = dict.fromkeys(("draft_ce", "draft_distance"), 0.0)
+    want = dict.fromkeys(("draft_ce", "draft_distance", "draft_confidence"), 0.0)
     for row, starts in enumerate(position):
         for a in starts[starts >= 0]:
             first = int((SEGMENTS[row] != SEGMENTS[row, a]).argmin())
@@ -118,11 +119,15 @@ def test_losses_are_those_of_every_slot_by_itself(model, losses):
             before = np.resize(document[at : at + n], n)
             ids = np.resize(document, S)  # what follows the document changes nothing before it
             anchor = Anchors(*(put(np.array([[x]])) for x in (document[at], at, 0)))
-            p, q = parts(model, put(ids[None]), anchor, put(before[None, None]))
+            p, accepted, q = map(np.asarray, parts(model, put(ids[None]), anchor, put(before[None, None])))
             for k, token in enumerate(true):
                 w, log_p = np.exp(-k / 2.0), jax.nn.log_softmax(p[k])
                 want["draft_ce"] -= w * log_p[token]
-                want["draft_distance"] += w * np.abs(np.exp(log_p) - jax.nn.softmax(q[at + k])).sum()
+                distance = np.abs(np.exp(log_p) - jax.nn.softmax(q[at + k])).sum()
+                want["draft_distance"] += w * distance
+                kept = 1 - distance / 2
+                c = np.float64(accepted[k])  # log sigmoid(c) = -log(1 + exp(-c))
+                want["draft_confidence"] += w * (kept * np.logaddexp(0, -c) + (1 - kept) * np.logaddexp(0, c))
     for name, value in want.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
 
