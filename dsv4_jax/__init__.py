@@ -2,7 +2,8 @@
 """Train DeepSeek-V4 in JAX and Flax."""
 
 from dsv4_jax import optim
-from dsv4_jax.config import Config, load_config
+from dsv4_jax.config import Config
+from dsv4_jax.config_files import load_config
 from dsv4_jax.model.config import ModelConfig, model_config_from_official
 from dsv4_jax.model.deepseek import DeepSeek, Output
 from dsv4_jax.model.official import load_official, to_official

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from dsv4_jax.config import Config, config_from_json, load_config, made_by
+from dsv4_jax.config import Config
+from dsv4_jax.config_files import config_from_json, load_config, made_by
 from dsv4_jax.validate import ConfigError, RunError
 
 

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a run: one tree of frozen dataclasses, from a Python file and typed flags."""
+"""The configuration of a run: one tree of frozen dataclasses, whose stages change it at token counts."""
 
-import contextlib
 import dataclasses
-import io
+import functools
 import re
-import runpy
-import typing
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tyro
 
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.optim import COEFFICIENTS
-from dsv4_jax.validate import ConfigError, Section, from_fields, nearest
+from dsv4_jax.optim.schedules import Clock, Stepwise
+from dsv4_jax.validate import ConfigError, Section, nearest
+
+# Keys of the model that may change in a run: they leave its arrays alone.
+RUNTIME = {
+    *("attention", "attention_block", "compute_dtype", "remat", "select", "yarn"),
+    *("expert_matmul", "expert_exchange", "expert_waves", "expert_gradients"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,13 @@ class OptimConfig(Section):
     """Steps of linear warm-up: step t of these, from 1, has t / warmup_steps of the peak rate."""
     decay_steps: int = 100
     """Last steps, in which the rate falls along a cosine."""
+    decay_tokens: tuple[int, ...] = ()
+    """Instead of decay_steps, two counts of tokens (rows x data.seq_len of all steps so far) at which the cosine
+    begins and ends."""
+    engram_factor: float = 5.0
+    """On the learning rate of Engram's tables and matrices (deepseek_v41)."""
+    vision_factor: float = 0.1
+    """On the learning rate of the vision tower (deepseek_v41)."""
     momentum: float = 0.95
     """Decay of the momentum of Muon and of the Sinkhorn-balanced update."""
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -111,8 +120,15 @@ class OptimConfig(Section):
 
     def _check(self) -> None:
         self.need_positive("learning_rate eps clip")
-        for key in ("end_learning_rate", "warmup_steps", "decay_steps", "weight_decay", "tau"):
+        for key in (
+            *("end_learning_rate", "warmup_steps", "decay_steps", "weight_decay", "tau"),
+            *("engram_factor", "vision_factor"),
+        ):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+        at = self.decay_tokens
+        self.need(
+            "decay_tokens", not at or (len(at) == 2 and 0 <= at[0] <= at[1]), "must be empty or two counts, ascending"
+        )
         self.need("coefficients", self.coefficients in COEFFICIENTS, f"must be one of {', '.join(COEFFICIENTS)}")
         for key in ("b1", "b2", "momentum"):
             self.need(key, 0 <= getattr(self, key) < 1, "must be at least 0 and below 1")
@@ -146,14 +162,63 @@ class LossConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AnticipationConfig(Section):
+    """Anticipatory routing (V4 section 4.2.3): experts are chosen by the parameters of some steps before."""
+
+    prefix = "routing.anticipation."
+
+    mode: Literal["off", "on", "auto"] = "off"
+    """auto: a spike of the loss or of the gradient rolls the run back, and routing is anticipatory for a while."""
+    delay: int = 8
+    """Steps from the choice of the experts to its use; 0 is the same as off."""
+    hold: int = 200
+    """auto: it stays on for so many steps beyond the step of the spike; 0: the run is only rolled back."""
+
+    def _check(self) -> None:
+        for key in ("delay", "hold"):
+            self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingConfig(Section):
-    """How the experts are kept balanced."""
+    """How the experts are kept balanced, and how tokens are routed in an unstable run."""
 
     bias_speed: float = 1e-3
     """Step of the router biases after every optimizer step, against the sign of an expert's excess load."""
+    anticipation: AnticipationConfig = AnticipationConfig()
 
     def _check(self) -> None:
         self.need("bias_speed", self.bias_speed >= 0, "must be 0 or above")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpikesConfig(Section):
+    """What counts as a spike, and what a run that rolls back does (routing.anticipation.mode = auto).
+
+    A value is a spike if it exceeds the median of the steps before by so many spreads: 1.48 times the median
+    distance from it, the standard deviation of a normal distribution.
+    """
+
+    window: int = 128
+    """Last steps that are compared with; there is no spike before a quarter of them."""
+    loss: float = 10.0
+    """Spreads of the loss, which count as 1 % of the median at least; 0: the loss is not watched."""
+    grad_norm: float = 10.0
+    """Spreads of the logarithm of the gradient's norm, which count as 0.1 at least; 0: it is not watched."""
+    steps: int = 1
+    """Steps in a row that exceed it."""
+    margin: int = 0
+    """The checkpoint that the run goes back to is older than the first of these steps by more than so many."""
+    skip: int = 0
+    """Batches that are left out after going back; -1: all up to that of the spike."""
+    limit: int = 3
+    """Times that the run goes back without getting past the spike, after which it ends."""
+
+    def _check(self) -> None:
+        self.need_positive("window steps limit")
+        for key in ("loss", "grad_norm", "margin"):
+            self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+        self.need("skip", self.skip >= -1, "must be -1 or above")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,8 +240,10 @@ class MeshConfig(Section):
 class TrainConfig(Section):
     """How long to run, and what to write when."""
 
-    steps: int = 200
-    """Optimizer steps in all."""
+    steps: int = 0
+    """Optimizer steps in all; 0: those of the stages."""
+    frozen: str = ""
+    """Regular expression of paths of parameters that stay as they are, beside those that the stage leaves alone."""
     stage: Literal["pretrain", "draft"] = "pretrain"
     """What is trained: everything but DSpark's draft blocks, or the draft blocks alone."""
     init_from: str = ""
@@ -212,8 +279,8 @@ class TrainConfig(Section):
     """Have a GPU give the same bits every time, at some cost. CPU and TPU do so anyway."""
 
     def _check(self) -> None:
-        self.need_positive("steps eval_every eval_batches checkpoint_every keep bad_steps accumulate")
-        for key in ("seed", "sample_tokens", "cpu_devices", "keep_every"):
+        self.need_positive("eval_every eval_batches checkpoint_every keep bad_steps accumulate")
+        for key in ("steps", "seed", "sample_tokens", "cpu_devices", "keep_every"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
         span = re.fullmatch(r"(\d+):(\d+)", self.profile_steps)
         right = not self.profile_steps or (span is not None and 0 < int(span[1]) < int(span[2]))
@@ -221,6 +288,48 @@ class TrainConfig(Section):
         form = re.fullmatch(r"|auto|[^,\s]+:\d+,(\d+),(\d+)", self.distributed)
         right = form is not None and (form[1] is None or int(form[2]) < int(form[1]))
         self.need("distributed", right, "must be empty, auto, or HOST:PORT,COUNT,NUMBER with NUMBER below COUNT")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage(Section):
+    """A part of a run."""
+
+    name: str
+    """What the table of stages calls it."""
+    until: int
+    """Tokens of all steps so far, counted as rows x data.seq_len, at which it ends: the first step that begins there
+    or later belongs to the next stage."""
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Keys of the configuration, `section.key`, and their values from this stage on."""
+    chosen: tuple[str, ...] = ()
+    """Which of those keys, or `until`, are our choice, where the model's report is silent."""
+
+
+class Leg(NamedTuple):
+    """A stage, resolved.
+
+    Attributes:
+        number: of the stage, from 0.
+        stage: its name and what of it is our choice.
+        cfg: the configuration in it, which has no stages itself; `train.steps` are those of all stages.
+        first: steps before it.
+        last: steps up to its end.
+        clock: tokens of the run's steps.
+    """
+
+    number: int
+    stage: Stage
+    cfg: "Config"
+    first: int
+    last: int
+    clock: Clock
+
+
+_CHANGEABLE = re.compile(
+    rf"data\.(seq_len|batch_size|path|mixture|row_patches|row_images)|model\.({'|'.join(sorted(RUNTIME))})|loss\.\w+"
+    r"|optim\.(learning_rate|end_learning_rate|engram_factor|vision_factor|weight_decay|clip|tau)|routing\..+|mesh\.\w+"
+    r"|train\.(accumulate|frozen)"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,11 +341,73 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     loss: LossConfig = LossConfig()
     routing: RoutingConfig = RoutingConfig()
+    spikes: SpikesConfig = SpikesConfig()
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
+    stages: tyro.conf.Suppress[tuple[Stage, ...]] = ()
+
+    @functools.cached_property
+    def legs(self) -> tuple[Leg, ...]:
+        """The stages, resolved; of a run without stages one, the whole run."""
+        if not self.stages:
+            clock = Clock(Stepwise(((0, self.data.batch_size * self.data.seq_len),)))
+            return (Leg(0, Stage(name="", until=clock.tokens(self.train.steps)), self, 0, self.train.steps, clock),)
+        sections = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "stages"}
+        resolved = []
+        for number, stage in enumerate(self.stages):
+            try:
+                for key, value in stage.changes.items():
+                    if not _CHANGEABLE.fullmatch(key):
+                        valid = [k for k in keys(self) if _CHANGEABLE.fullmatch(k)]
+                        raise ConfigError(f"it cannot change {key!r}{nearest(key, valid)}")
+                    sections = _changed(sections, key.split("."), value, key)
+                resolved.append(sections)
+            except ConfigError as error:
+                raise ConfigError(f"stages[{number}] ({stage.name}): {error}") from None
+        starts = [0, *(stage.until for stage in self.stages)]
+        if starts != sorted(set(starts)):
+            raise ConfigError(f"the stages must end at ascending token counts above 0, found {starts[1:]}")
+        sizes = (s["data"].batch_size * s["data"].seq_len for s in resolved)
+        clock = Clock(Stepwise(tuple(zip(starts, sizes, strict=False))))
+        steps = [first for first, _, _ in clock.segments] + [clock.steps(starts[-1])]
+        found = []
+        for number, (stage, part) in enumerate(zip(self.stages, resolved, strict=True)):
+            first, last = steps[number : number + 2]
+            try:
+                if first == last:
+                    raise ConfigError(f"no step begins before it ends at {stage.until:,} tokens")
+                train = dataclasses.replace(part["train"], steps=steps[-1])
+                found.append(Leg(number, stage, Config(**part | {"train": train}), first, last, clock))
+            except ConfigError as error:
+                raise ConfigError(f"stages[{number}] ({stage.name}): {error}") from None
+        return tuple(found)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps after which the run ends."""
+        return self.train.steps or self.legs[-1].last
+
+    def leg(self, step: int) -> Leg:
+        """The stage of the step that comes after `step` others."""
+        return next((leg for leg in self.legs if step < leg.last), self.legs[-1])
 
     def _check(self) -> None:
+        if not self.stages:
+            self._check_stage()
+            return
+        devices = {(leg.cfg.mesh.data * leg.cfg.mesh.expert * leg.cfg.mesh.context) for leg in self.legs}
+        if len(devices) > 1:
+            raise ConfigError(f"all stages must have a mesh of the same number of devices, found {sorted(devices)}")
+        if self.train.steps > self.legs[-1].last:
+            raise ConfigError(
+                f"train.steps = {self.train.steps} exceeds the {self.legs[-1].last} steps of the stages; raise the "
+                "last stage's `until`"
+            )
+
+    def _check_stage(self) -> None:
         model, optim, steps, mesh = self.model, self.optim, self.train.steps, self.mesh
+        if not steps:
+            raise ConfigError("train.steps must be above 0 in a run without stages")
         parts = mesh.data * mesh.expert * self.train.accumulate
         if self.data.batch_size % parts:
             raise ConfigError(
@@ -257,93 +428,32 @@ class Config(Section):
             )
         if self.train.stage == "draft" and not dspark:
             raise ConfigError("train.stage = 'draft' needs draft blocks: model.dspark_target_layer_ids names none")
-        if optim.warmup_steps + optim.decay_steps > steps:
+        if not optim.decay_tokens and optim.warmup_steps + optim.decay_steps > steps:
             raise ConfigError(
                 f"optim.warmup_steps + optim.decay_steps = {optim.warmup_steps + optim.decay_steps} "
                 f"exceeds train.steps = {steps}; shorten them or train longer"
             )
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration that the Python file at `path` makes, with command-line overrides.
-
-    Args:
-        path: a file that defines `config()`, which returns a `Config`.
-        overrides: `--section.key value` pairs, typed like the fields.
-
-    Raises:
-        ConfigError: for a file that does not give a `Config`, an unknown key (naming the nearest valid
-            one), a value of the wrong type or one that breaks a rule.
-    """
-    config = made_by(path, "config")
-    if not isinstance(config, Config):
-        raise ConfigError(f"{path}: config() must return a dsv4_jax.config.Config, found {type(config).__name__}")
-    return _override(config, overrides)
-
-
-def made_by(path: str | Path, function: str) -> Any:
-    """What the function of that name in the Python file at `path` returns.
-
-    Raises:
-        ConfigError: naming the file, if there is none, or it fails.
-    """
-    try:
-        return runpy.run_path(str(path))[function]()
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file {path}") from None
-    except TypeError as error:
-        unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-        sections = {c.__name__: c for c in (ModelConfig, *Section.__subclasses__())}
-        if unknown and unknown[1] in sections:
-            valid = [f.name for f in dataclasses.fields(sections[unknown[1]])]
-            what = f"unknown field {unknown[2]!r} of {unknown[1]}{nearest(unknown[2], valid)}"
-            raise ConfigError(f"{path}: {what}") from None
-        raise ConfigError(f"{path}: {error}") from error
-    except Exception as error:
-        raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
-
-
-def config_from_json(tree: dict[str, Any]) -> Config:
-    """The configuration that a run directory's config.json holds.
-
-    Raises:
-        ConfigError: if a field is unknown, missing or unusable.
-    """
-    sections: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(Config).items():
-        if name in tree:
-            values = {k: tuple(v) if isinstance(v, list) else v for k, v in tree[name].items()}
-            sections[name] = from_fields(hint, values, f"{name} of config.json")
-    return from_fields(Config, sections | {k: v for k, v in tree.items() if k not in sections}, "config.json")
-
-
 def keys(node: Any, prefix: str = "") -> list[str]:
-    """Every leaf key of a configuration, `section.key`."""
+    """Every leaf key of a configuration, `section.key`, but for the stages."""
     found: list[str] = []
     for field in dataclasses.fields(node):
+        if field.name == "stages":
+            continue
         value, name = getattr(node, field.name), prefix + field.name
         found += keys(value, name + ".") if dataclasses.is_dataclass(value) else [name]
     return found
 
 
-def _override(config: Config, overrides: Sequence[str]) -> Config:
-    if not {"-h", "--help"} & set(overrides):
-        valid = keys(config)
-        for flag in (o for o in overrides if o.startswith("--")):
-            key = flag[2:].partition("=")[0].replace("-", "_")
-            negated = key.rpartition(".")[0] + "." + key.rpartition(".")[2].removeprefix("no_")
-            if key not in valid and negated not in valid:
-                raise ConfigError(f"unknown key {key!r}{nearest(key, valid)}")
-        # tyro prints its errors and exits; the text becomes the error of a library call.
-        said = io.StringIO()
-        try:
-            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-                return tyro.cli(type(config), default=config, args=list(overrides))
-        except SystemExit:
-            words = re.sub(r"[─│╭╮╰╯]+|-{3,}", " ", said.getvalue())
-            words = re.split(r"Argument helptext|For full helptext", words)[0]
-            words = re.sub(r"^(Value error )?Error parsing \w+: ", "", " ".join(words.split()))
-            raise ConfigError(words) from None
-    return tyro.cli(type(config), default=config, args=list(overrides))
+def _changed(sections: dict[str, Any], path: list[str], value: Any, key: str) -> dict[str, Any]:
+    """The sections with the value at `path` replaced."""
+
+    def replaced(node: Any, path: list[str]) -> Any:
+        if not path:
+            return value
+        if path[0] not in {f.name for f in dataclasses.fields(node)}:
+            raise ConfigError(f"unknown key {key!r}{nearest(path[0], [f.name for f in dataclasses.fields(node)])}")
+        return dataclasses.replace(node, **{path[0]: replaced(getattr(node, path[0]), path[1:])})
+
+    return sections | {path[0]: replaced(sections[path[0]], path[1:])}

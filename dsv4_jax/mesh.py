@@ -59,15 +59,21 @@ def start_devices(cpu_devices: int = 0, distributed: str = "", deterministic: bo
             raise ConfigError(f"train.distributed = {distributed!r}: {error}") from error
 
 
-def use_mesh(data: int, expert: int, context: int) -> None:
+def use_mesh(data: int, expert: int, context: int, again: bool = False) -> None:
     """Sets the mesh of a run on all devices, or keeps an equal one that has been set.
+
+    Args:
+        data: devices along the axis, as the following two.
+        expert: devices.
+        context: devices.
+        again: set it in place of another one, for a stage that has its own.
 
     Raises:
         ConfigError: if the product is not the number of devices, or another mesh has been set.
     """
     shape = dict(zip(AXES, (data, expert, context), strict=True))
     found = jax.sharding.get_abstract_mesh()
-    if not found.empty:
+    if not found.empty and not (again and dict(found.shape) != shape):
         if dict(found.shape) != shape:
             raise ConfigError(f"the mesh that is set is {dict(found.shape)}, the configuration's is {shape}")
         return

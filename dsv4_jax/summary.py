@@ -14,7 +14,7 @@ from dsv4_jax.mesh import RULES, act_spec
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import structure
 from dsv4_jax.optim.groups import block_count, group_leaves
-from dsv4_jax.train.state import abstract_batch, abstract_model, abstract_state, parameter_groups
+from dsv4_jax.train.state import abstract_batch, abstract_model, abstract_state, frozen, parameter_groups, split_trained
 from dsv4_jax.train.step import denominators, make_objective
 
 
@@ -87,7 +87,7 @@ def describe_objective(weights: dict[str, float]) -> str:
 def describe_optimizer(cfg: Config) -> tuple[str, str]:
     """How many parameters each rule moves, in a line; and a table with a line for every parameter."""
     params = nnx.state(abstract_model(cfg), nnx.Param)
-    groups = parameter_groups(cfg, params)
+    groups = parameter_groups(cfg, params, frozen(cfg))
     sizes: collections.Counter[str] = collections.Counter()
     matrices = 0
     for x, group in zip(jax.tree.leaves(params), group_leaves(groups), strict=True):
@@ -141,10 +141,10 @@ def describe_activations(cfg: Config) -> str:
         place = place.update(spec=act_spec(4))
         batch["engram_rows"] = jax.ShapeDtypeStruct(shape, "int32", sharding=place)
 
-    def residuals(params: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array]):
-        return jax.vjp(lambda p: objective(p, buffers, batch, denominators(batch)), params, has_aux=True)[1]
+    def residuals(trained: nnx.State, others: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array]):
+        return jax.vjp(lambda p: objective(p, others, buffers, batch, denominators(batch)), trained, has_aux=True)[1]
 
-    program = jax.make_jaxpr(residuals)(state.params, state.buffers, batch).jaxpr
+    program = jax.make_jaxpr(residuals)(*split_trained(cfg, state.params), state.buffers, batch).jaxpr
     kept = {v: v.aval for v in program.outvars if not isinstance(v, jex.core.Literal)}
     size = _bytes([x for v, x in kept.items() if v not in program.invars])
     rows, remat = batch["ids"].shape[0], cfg.model.remat

@@ -7,7 +7,8 @@ import json
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.config import config_from_json, keys
+from dsv4_jax.config import keys
+from dsv4_jax.config_files import config_from_json
 
 TINY = "configs/tiny_v4.py"
 
@@ -35,8 +36,10 @@ def test_overrides_are_typed_and_leave_the_rest():
 def test_every_key_can_be_named_on_the_command_line():
     cfg = ds.load_config(TINY)
     for key in keys(cfg):
-        section, name = key.split(".")
-        value = getattr(getattr(cfg, section), name)
+        (*sections, name), value = key.split("."), cfg
+        section = ".".join(sections)
+        for part in (*sections, name):
+            value = getattr(value, part)
         words = map(str, value) if isinstance(value, tuple | dict) else [str(value)]
         flag = [f"--{section}.no-{name}"] if value is False else [f"--{key}"]
         assert ds.load_config(TINY, flag if isinstance(value, bool) else [*flag, *words]) == cfg

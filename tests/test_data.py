@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing and batches: no token lost or invented, documents kept apart, one stream for any workers and processes."""
 
+import collections
 import itertools
 
 import numpy as np
@@ -138,7 +139,7 @@ def test_a_position_is_all_that_a_resume_needs(small_blocks):
 def test_a_mixture_gives_each_source_its_share_of_tokens_and_its_own_epochs():
     few, many = source([[1] * 9] * 20, "few"), source([[2] * (5 + i % 50) for i in range(3000)], "many")
     mixed = Plan([whole(few, 16), whole(many, 16)], [0.25, 0.75], 16, 0, True)
-    pieces = [mixed._piece(*number) for block in range(3) for number in mixed._numbers(block)]
+    pieces = [piece for block in range(3) for piece in mixed._pieces(block)]
     assert len(pieces) == pytest.approx(3 * packing.BLOCK, abs=2)
     tokens = [sum(p.length for p in pieces if p.source == k) for k in (0, 1)]
     assert tokens[0] / sum(tokens) == pytest.approx(0.25, abs=0.01)
@@ -151,11 +152,32 @@ def test_a_mixture_gives_each_source_its_share_of_tokens_and_its_own_epochs():
 
 def test_a_large_order_is_shuffled_without_a_table(monkeypatch):
     monkeypatch.setattr(packing, "_SMALL", 10)
-    for order in (packing.Order(3000, 1), packing.Order(9, 1)):
-        n = order._n
-        epochs = [[order[e * n + i] for i in range(n)] for e in range(3)]
+    for n in (3000, 9):
+        epochs = [[int(i) for i in packing._shuffled(n, 1, epoch)] for epoch in range(3)]
         assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=30), st.lists(st.floats(0, 2.5), max_size=4))
+def test_stages_read_every_document_once_an_epoch(lengths, borders):
+    """However rows and stages are cut: the pieces of one epoch, in whichever stages they come, are its documents."""
+    s = source([[1] * n for n in lengths])
+    borders = [0.0, *sorted(borders), 3.0]
+    read = []
+    for (begin, end), S in zip(itertools.pairwise(borders), itertools.cycle([7, 40, 16])):
+        rounds = packing.Rounds(whole(s, S), begin, end, 0)
+        read += [rounds[i] for i in range(int(rounds._ends[-1]) if begin < end else 0)]
+    targets = collections.Counter(p.document for p in read for _ in range(p.length))
+    assert targets == {i: 3 * (n + 1) for i, n in enumerate(lengths)}
+
+
+def test_a_stage_keeps_to_its_share_of_an_epoch():
+    """And goes on with whole epochs if it is longer than was said."""
+    s = source([[1] * (5 + i % 9) for i in range(200)])
+    rounds = packing.Rounds(whole(s, 8), 0.25, 0.5, 0)
+    n, total = int(rounds._ends[-1]), 200 + sum(5 + i % 9 for i in range(200))
+    assert sum(rounds[i].length for i in range(n)) == pytest.approx(total / 4, rel=0.05)
+    assert len({rounds[i].document for i in range(n, n + whole(s, 8).pieces)}) == 200
 
 
 def test_rows_are_padded_for_the_context_axis():

@@ -13,7 +13,7 @@ from rich.console import Console
 from test_multimodal import VISION
 
 import dsv4_jax as ds
-from dsv4_jax.config import Config, DataConfig, MeshConfig
+from dsv4_jax.config import Config, DataConfig, MeshConfig, TrainConfig
 from dsv4_jax.data import drawn, packing
 from dsv4_jax.data.images import row_budget
 from dsv4_jax.data.packing import split
@@ -25,6 +25,7 @@ from dsv4_jax.train.feed import put_batch, read_data, streams
 from dsv4_jax.train.state import abstract_batch
 from dsv4_jax.train.step import accumulation_parts
 
+STEP = TrainConfig(steps=200)
 TEXT = "first line of the text\nx = 1\n    def f(self, a, b, c, d, e):\n\tfirst line of the text\nnot ascii: äöü\n"
 
 
@@ -33,7 +34,7 @@ def drawn_config(tmp_path, **changes):
         (tmp_path / f"{i}.txt").write_text(TEXT + "".join(f"line {j} of file {i}\n" for j in range(9)))
     vision = VISION | {"vision_patch_size": 6, "vision_max_n_token": 32}
     fields = dict(path=f"drawn:{tmp_path}", seq_len=120, batch_size=4, held_out=0.3, row_patches=200, row_images=5)
-    return Config(model=small_config(vocab_size=258, **vision), data=DataConfig(**fields | changes))
+    return Config(model=small_config(vocab_size=258, **vision), data=DataConfig(**fields | changes), train=STEP)
 
 
 def test_drawn_lines_are_pictures_and_their_text(tmp_path):
@@ -73,12 +74,12 @@ def test_pictures_need_a_model_that_sees():
 def test_the_default_budget_follows_the_row():
     """Room for the largest image, or for a quarter of the row; never for more than the row."""
     official = small_config(vocab_size=258, vision_n_layers=1, vision_dim=8, vision_n_heads=2, image_token_id=257)
-    budget = lambda **data: row_budget(Config(model=official, data=DataConfig(**data)))[1:]
+    budget = lambda **data: row_budget(Config(model=official, data=DataConfig(**data), train=STEP))[1:]
     assert budget(seq_len=65536) == (9 * 16384, 9 * 16384 // 1509)
     assert budget(seq_len=2048) == (9 * 1024, 6)
     assert budget(seq_len=512) == (9 * 512, 3)
     assert budget(seq_len=512, row_patches=7, row_images=9) == (7, 9)
-    assert row_budget(Config(model=small_config())) is None
+    assert row_budget(Config(model=small_config(), train=STEP)) is None
 
 
 # On the devices
@@ -89,7 +90,7 @@ def test_a_batch_on_a_mesh_and_its_parts(tmp_path, shape):
     cfg = drawn_config(tmp_path, seq_len=121, batch_size=8)
     data, expert, context = shape
     cfg = dataclasses.replace(cfg, mesh=MeshConfig(data=data, expert=expert, context=context))
-    data = read_data(cfg)
+    (data,) = read_data(cfg)
     assert "images" in data.line
     with jax.set_mesh(make_mesh(*shape)), streams(cfg, data, packing.START) as (stream, evaluation):
         assert (evaluation[0]["image_grids"][..., 2] > 0).any()
@@ -116,4 +117,4 @@ def test_a_batch_on_a_mesh_and_its_parts(tmp_path, shape):
 def test_the_identity_of_the_data_follows_what_images_become(tmp_path):
     one = drawn_config(tmp_path)
     other = drawn_config(tmp_path, row_images=4)
-    assert read_data(one).identity != read_data(other).identity
+    assert read_data(one)[0].identity != read_data(other)[0].identity

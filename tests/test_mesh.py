@@ -113,6 +113,8 @@ def same(got, want):
     np.testing.assert_array_equal(load, load_1)
     for name, g in grads.items():
         near = 1e-4 if name.endswith("_scale") else 1e-5  # three sums over everything, whose terms nearly cancel
+        if name.endswith(("engram.q_weight", "engram.k_weight")):
+            near = 3e-5  # behind a root, which is steep at 0
         scale = np.abs(grads_1[name]).max()
         np.testing.assert_allclose(g, grads_1[name], rtol=0, atol=near * scale + 1e-9, err_msg=name)
 

@@ -19,7 +19,7 @@ from PIL import Image
 from rich.console import Console
 
 import dsv4_jax as ds
-from dsv4_jax.config import Config, DataConfig
+from dsv4_jax.config import Config, DataConfig, TrainConfig
 from dsv4_jax.data import packing
 from dsv4_jax.data.images import Budget, plan, read, row_budget, token_types
 from dsv4_jax.data.interleaved import Spans, interleave
@@ -304,7 +304,7 @@ def test_records_with_images_now_and_ahead(tmp_path, kind):
     path = str(write(tmp_path, kind))
     data = DataConfig(path=path, prepared=str(tmp_path / "prepared"), seq_len=40)
     same(open_source(path, data, Bytes(), MODEL))
-    cfg, said = Config(model=MODEL, data=data), io.StringIO()
+    cfg, said = Config(model=MODEL, data=data, train=TrainConfig(steps=200)), io.StringIO()
     run(cfg, Console(file=said, width=200))
     words = ["3 images of 13 patches in 2 documents", "14 positions of images", "padding", "patches of a row", "sample"]
     assert all(word in said.getvalue() for word in words), said.getvalue()
@@ -331,13 +331,13 @@ def test_a_column_of_bare_images_and_several_shards(tmp_path, monkeypatch):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     data = DataConfig(path=str(tmp_path / "a.parquet"), prepared=str(tmp_path / "prepared"), seq_len=40)
     now = open_source(data.path, data, Bytes(), MODEL)
-    run(Config(model=MODEL, data=data), Console(file=io.StringIO()))
+    run(Config(model=MODEL, data=data, train=TrainConfig(steps=200)), Console(file=io.StringIO()))
     ahead = open_source(data.path, data, Bytes(), MODEL)
     assert type(ahead).__name__ == "Shards" and len(ahead._names) > 2
     np.testing.assert_array_equal(ahead.spans.table, now.spans.table)
     np.testing.assert_array_equal(ahead.spans.ends, now.spans.ends)
     assert [ahead.image(i) for i in range(4)] == list(now.images) == [png(1 + i, 2, i) for i in range(1, 9, 2)]
-    budget = row_budget(Config(model=MODEL, data=data))
+    budget = row_budget(Config(model=MODEL, data=data, train=TrainConfig(steps=200)))
     np.testing.assert_equal(next(Stream(one_plan(ahead, 40, budget), 2)), next(Stream(one_plan(now, 40, budget), 2)))
 
 

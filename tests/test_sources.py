@@ -14,7 +14,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import dsv4_jax as ds
-from dsv4_jax.config import Config, DataConfig
+from dsv4_jax.config import Config, DataConfig, TrainConfig
 from dsv4_jax.data.prepare import run
 from dsv4_jax.data.records import ArrayRecordWriter
 from dsv4_jax.data.sources import open_source, open_sources, prepared_folder
@@ -94,7 +94,7 @@ def test_a_single_text_file_is_cut_at_line_ends(tmp_path):
 
 def config(path, tmp_path, **changes):
     fields = {"path": str(path), "prepared": str(tmp_path / "prepared"), "seq_len": 64} | changes
-    return Config(model=small_config(vocab_size=600), data=DataConfig(**fields))
+    return Config(model=small_config(vocab_size=600), data=DataConfig(**fields), train=TrainConfig(steps=200))
 
 
 def prepared(cfg):

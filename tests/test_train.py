@@ -21,6 +21,7 @@ from dsv4_jax.config import DataConfig, LossConfig, ModelConfig, OptimConfig, Tr
 from dsv4_jax.data.tokenizer import Bytes
 from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.model.params import HashTable, RouterBias
+from dsv4_jax.optim.schedules import Clock
 from dsv4_jax.sample import sample
 from dsv4_jax.train import loop
 from dsv4_jax.train import step as step_module
@@ -194,7 +195,7 @@ def batch():
 
 @pytest.mark.parametrize("mode", [pytest.param("dense", marks=pytest.mark.slow), "warmup"])
 def test_a_stage_trains_exactly_its_parameters(batch, mode, corpus, tmp_path):
-    """Indexer warm-up moves the indexer alone; the dense stage's indexer gets no gradient and decays.
+    """Indexer warm-up moves the indexer alone; the dense stage leaves it as it is, without decay.
 
     What moves by Muon is orthogonal: the singular values of a matrix's step say so.
     """
@@ -203,12 +204,8 @@ def test_a_stage_trains_exactly_its_parameters(batch, mode, corpus, tmp_path):
     after, told = jax.jit(make_train_step(cfg))(state, put(batch))
     for (path, old), (_, new) in zip(nnx.to_flat_state(state.params), nnx.to_flat_state(after.params), strict=True):
         moved = not np.array_equal(old.get_value(), new.get_value())
-        if mode == "warmup":
-            assert moved == ("indexer" in path), path
-        elif "indexer" in path:
-            assert float(jnp.max(told["grad_norms"][".".join(map(str, path))])) == 0
-            if old.role.kind == "matrix":
-                np.testing.assert_allclose(new.get_value(), (1 - 0.1 * 5e-3) * old.get_value(), rtol=1e-5)
+        if mode == "warmup" or "indexer" in path:
+            assert moved == ("indexer" in path and mode == "warmup"), path
         elif path[-1] in ("wq_a", "w2"):
             matrices = np.asarray((1 - 0.1 * 5e-3) * old.get_value() - new.get_value()) / 5e-3
             values = np.linalg.svd(matrices, compute_uv=False) / (0.18 * max(matrices.shape[-2:]) ** 0.5)
@@ -252,7 +249,8 @@ def test_biases_move_against_the_load(corpus, tmp_path):
 
 def test_the_schedule_fills_the_run():
     """The first step is not wasted on a rate of 0, and the last one has the end rate."""
-    rate = schedule(OptimConfig(learning_rate=1.0, end_learning_rate=0.1, warmup_steps=4, decay_steps=10), 100)
+    cfg = OptimConfig(learning_rate=1.0, end_learning_rate=0.1, warmup_steps=4, decay_steps=10)
+    rate = schedule(cfg, 100, Clock())
     np.testing.assert_allclose([rate(t) for t in (0, 3, 89, 94, 99)], [0.25, 1, 1, 0.55, 0.1], rtol=1e-6)
 
 
@@ -308,8 +306,8 @@ def poison(monkeypatch):
     def make_poisoned(cfg):
         objective = make(cfg)
 
-        def poisoned(params, buffers, batch, count):
-            total, rest = objective(params, buffers, batch, count)
+        def poisoned(trained, others, buffers, batch, count):
+            total, rest = objective(trained, others, buffers, batch, count)
             return total * jnp.where((batch["mtp_targets"] == POISON).any(), jnp.nan, 1.0), rest
 
         return poisoned
@@ -351,7 +349,7 @@ def test_a_burst_of_bad_steps_longer_than_the_kept_checkpoints(corpus, tmp_path,
     lines = metrics(tmp_path)
     assert [line["objective"] is None for line in lines] == [3 < line["step"] < 8 for line in lines], said
     assert [line["skipped"] for line in lines] == [0, 0, 0, 1, 2, 3, 4, 4]
-    assert "step 4 is skipped: objective nan" in said and lines[-1]["loss"] < lines[2]["loss"]
+    assert "step 4: skipped: objective nan" in said and lines[-1]["loss"] < lines[2]["loss"]
     assert all(line["tokens"] > last["tokens"] for last, line in itertools.pairwise(lines))
     assert all(np.isfinite(x).all() for x in ds.to_official(load_model(cfg)).values())
 

@@ -12,6 +12,7 @@ patches or as one more image of a row. Rows too are filled only up to their budg
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -83,12 +84,29 @@ class Part:
         """Images of the documents."""
         return int(self.source.spans.counts[self.documents].sum()) if self.source.spans else 0
 
+    def between(self, begin: float, end: float) -> "Part":
+        """The documents in one stretch of an epoch, from its share `begin` in tokens up to `end`, in hashed order."""
+        if begin <= 0 and end >= 1:
+            return self
+        order = np.argsort(self.source.keys[self.documents], kind="stable")
+        tokens = self.source.lengths[self.documents][order] - 1
+        at = np.empty(len(order))
+        at[order] = (np.cumsum(tokens) - tokens) / max(tokens.sum(), 1)
+        chosen = (at >= begin) & (at < end)
+        counts = np.diff(self.ends, prepend=0)[chosen]
+        return dataclasses.replace(self, documents=self.documents[chosen], ends=np.cumsum(counts))
+
     def piece(self, document: int, number: int) -> Piece:
         """A piece of a document of the source, which is taken for source 0."""
         if self.source.spans is None or not self.source.spans.numbers(document):
             first = number * self.S
             return Piece(0, document, first, min(self.S, int(self.source.lengths[document]) - 1 - first))
         return self.cut(document)[number]
+
+    def numbered(self, index: int) -> Piece:
+        """Piece `index` of all."""
+        at = int(np.searchsorted(self.ends, index, side="right"))
+        return self.piece(int(self.documents[at]), index - (int(self.ends[at - 1]) if at else 0))
 
     def cut(self, document: int) -> list[Piece]:
         """All pieces of a document with images."""
@@ -156,23 +174,38 @@ def split(source: Source, held_out: float, S: int, budget: Budget | None = None)
     return part(source, draw >= held_out, S, budget), part(source, draw < held_out, S, budget)
 
 
-class Order:
-    """Numbers below n, shuffled anew in every epoch; entry i belongs to epoch i // n."""
+class Rounds:
+    """The pieces of a part, epoch after epoch, each shuffled anew, from `begin` epochs on up to `end`.
 
-    def __init__(self, n: int, seed: int):
-        self._n, self._seed, self._epoch, self._shuffled = n, seed, -1, np.arange(0)
-        self._large: Any = None
-        if n > _SMALL:  # by a permutation that needs no memory; slow for small n
-            self._large = grain.MapDataset.range(n).seed(seed).shuffle().repeat()
+    A stretch of an epoch has the same documents however the part is cut into pieces, and no others: so the stages
+    of a run, which cut it differently, read each document once an epoch. Whole epochs follow after `end`.
+    """
 
-    def __getitem__(self, i: int) -> int:
-        if self._large is not None:
-            return int(self._large[i])
-        epoch, at = divmod(i, self._n)
-        if epoch != self._epoch:
-            self._shuffled = np.random.RandomState([self._seed, epoch]).permutation(self._n)
-            self._epoch = epoch
-        return int(self._shuffled[at])
+    def __init__(self, part: Part, begin: float, end: float, seed: int):
+        self._part, self._seed, self._first = part, seed, int(begin)
+        last = math.ceil(end) if math.isfinite(end) else self._first + 1
+        self._parts = [part.between(begin - e, end - e) for e in range(self._first, last)]
+        self._ends = np.cumsum([p.pieces for p in self._parts])
+        self._shuffled: tuple[int, Any] = (-1, ())  # of one round
+
+    def __getitem__(self, i: int) -> Piece:
+        number = int(np.searchsorted(self._ends, i, side="right"))
+        if number < len(self._parts):
+            part, i = self._parts[number], i - (int(self._ends[number - 1]) if number else 0)
+        else:
+            part = self._part
+            more, i = divmod(i - int(self._ends[-1]), part.pieces)
+            number += more
+        if self._shuffled[0] != number:
+            self._shuffled = number, _shuffled(part.pieces, self._seed, self._first + number)
+        return part.numbered(int(self._shuffled[1][i]))
+
+
+def _shuffled(n: int, seed: int, epoch: int) -> Any:
+    """Numbers below n in another order in every epoch."""
+    if n > _SMALL:  # by a permutation that needs no memory; slow for small n
+        return grain.MapDataset.range(n).seed(int(np.random.RandomState([seed, epoch]).randint(2**31))).shuffle()
+    return np.random.RandomState([seed, epoch]).permutation(n)
 
 
 class Plan:
@@ -192,14 +225,18 @@ class Plan:
         seed: int,
         repeat: bool,
         budget: Budget | None = None,
+        epochs: Sequence[tuple[float, float]] = (),
     ):
         """Endless and shuffled with `repeat`, each part by its weight in tokens; else every piece once, in order or,
         of several parts, with the same share of each part everywhere.
 
-        An image's positions are tokens.
+        An image's positions are tokens. `epochs` says for each part which of its epochs the plan is meant for,
+        from one number to another (see `Rounds`); all if absent.
         """
         self.parts, self.S, self.budget, self._seed, self._repeat = parts, S, budget, seed, repeat
-        self._orders = [Order(p.pieces, seed + number) for number, p in enumerate(parts)]
+        epochs = epochs or [(0, math.inf)] * len(parts)
+        spans = zip(parts, epochs, strict=True)
+        self._rounds = [Rounds(p, *span, seed + number) for number, (p, span) in enumerate(spans)]
         # Shares of the pieces, from shares of the targets: every token but a document's first.
         share = [w * p.pieces / (p.tokens - len(p.documents)) for w, p in zip(weights, parts, strict=False)]
         self._share = [s / sum(share) for s in share]
@@ -210,24 +247,19 @@ class Plan:
             part, piece, place = map(np.concatenate, zip(*everything, strict=True))
             self._once = np.stack([part, piece], axis=1)[np.argsort(place, kind="stable")]
 
-    def _numbers(self, block: int) -> Iterator[tuple[int, int]]:
-        """(part, piece) of everything in a block."""
+    def _pieces(self, block: int) -> Iterator[Piece]:
+        """Everything in a block."""
         if self._repeat:
             for number, share in enumerate(self._share):
                 for i in range(int(block * BLOCK * share), int((block + 1) * BLOCK * share)):
-                    yield number, self._orders[number][i]
+                    yield self._rounds[number][i]._replace(source=number)
         else:
-            yield from ((part, piece) for part, piece in self._once[block * BLOCK : (block + 1) * BLOCK].tolist())
-
-    def _piece(self, number: int, index: int) -> Piece:
-        p = self.parts[number]
-        at = int(np.searchsorted(p.ends, index, side="right"))
-        piece = p.piece(int(p.documents[at]), index - (int(p.ends[at - 1]) if at else 0))
-        return piece._replace(source=number)
+            for number, index in self._once[block * BLOCK : (block + 1) * BLOCK].tolist():
+                yield self.parts[number].numbered(index)._replace(source=number)
 
     def block(self, number: int) -> list[list[Piece]]:
         """All rows of a block; none past the end."""
-        pieces = [self._piece(*piece) for piece in self._numbers(number)]
+        pieces = list(self._pieces(number))
         if self.budget:
             costs = np.array([(p.length, p.patches, len(p.images)) for p in pieces]).reshape(-1, 3)
             numbers = best_fit_within(costs, (self.S, self.budget.patches, self.budget.images))

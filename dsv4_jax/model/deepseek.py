@@ -107,7 +107,7 @@ class DeepSeek(nnx.Module):
         patches: jax.Array | None = None,
         image_grids: jax.Array | None = None,
         engram_rows: jax.Array | None = None,
-        forced_experts: Sequence[jax.Array] | None = None,
+        forced_experts: Sequence[jax.Array | None] | None = None,
         collect: Sequence[str] = (),
     ) -> Output:
         """Logits of token ids int [B, S].
@@ -122,7 +122,8 @@ class DeepSeek(nnx.Module):
                 without patch rows is padding.
             engram_rows: int32 [B, S, Engrams, columns], rows of the Engrams' tables; from `ids` if absent.
             forced_experts: for every layer int [B, S, k], laid out like `Output.experts`: replaces
-                the choice of learned layers, whose weights still come from the current scores.
+                the choice of learned layers, whose weights still come from the current scores. Hashed
+                layers may have None.
             collect: names of what to return of every layer: `streams` [B, S, N, D] after it; `pre_mix`
                 [B, S, N], the input mix it hands on; `topk` [B, S, k], the entries its indexer selected
                 in order (-1: none); `candidates` bool [B, S, M], the pool it made; `router_scores`
@@ -164,7 +165,7 @@ class DeepSeek(nnx.Module):
         image_grids: jax.Array | None = None,
         engram_rows: jax.Array | None = None,
         replay_starts: jax.Array | None = None,
-        forced_experts: Sequence[jax.Array] | None = None,
+        forced_experts: Sequence[jax.Array | None] | None = None,
         collect: Sequence[str] = (),
         with_mtp: bool = True,
     ) -> Features:
@@ -272,12 +273,15 @@ class DeepSeek(nnx.Module):
         if segment_ids.shape != ids.shape:
             raise ValueError(f"segment_ids must be {list(ids.shape)} like ids, found {list(segment_ids.shape)}")
         if forced is not None:
-            forced = [jax.reshard(jnp.asarray(f), act_spec(3)) for f in forced]
-            shapes, want = {f.shape for f in forced}, (*ids.shape, cfg.n_activated_experts)
-            if len(forced) != cfg.n_layers or shapes != {want}:
+            forced = [f if f is None else jax.reshard(jnp.asarray(f), act_spec(3)) for f in forced]
+            shapes, want = {f.shape for f in forced if f is not None}, (*ids.shape, cfg.n_activated_experts)
+            learned = len(forced) == cfg.n_layers and all(
+                f is not None or spec.hashed for f, spec in zip(forced, cfg.layer_specs, strict=True)
+            )
+            if not learned or shapes - {want}:
                 raise ValueError(
-                    f"forced_experts must be {cfg.n_layers} arrays {list(want)}, found {len(forced)} "
-                    f"of shapes {sorted(shapes)}"
+                    f"forced_experts must be {cfg.n_layers} arrays {list(want)}, or None for hashed layers; found "
+                    f"{len(forced)} of shapes {sorted(shapes)}"
                 )
         return jax.reshard(ids, act_spec(2)), jax.reshard(segment_ids, act_spec(2)), forced
 
@@ -322,10 +326,11 @@ def _dtype(cfg: ModelConfig) -> jnp.dtype:
 
 
 def _forced(forced, group) -> list[jax.Array | None]:
-    """Forced experts of a group, stacked for the scan, one array per position of its period."""
+    """Forced experts of a group, stacked for the scan, one array per position of its period; None if hashed."""
     if forced is None:
         return [None] * group.period
-    return [jnp.stack([forced[i] for i in group.layers(j)]) for j in range(group.period)]
+    chosen = [[forced[i] for i in group.layers(j)] for j in range(group.period)]
+    return [None if any(f is None for f in layers) else jnp.stack(layers) for layers in chosen]
 
 
 def _scan(layer, remat: str, down: Stack, blocks: list[Block], forced: list[jax.Array | None]):

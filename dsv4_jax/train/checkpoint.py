@@ -101,21 +101,27 @@ class Checkpoints:
         return next((int(path.stem) for path in self._found() if not manifests.damage(path, content=False)), None)
 
     def restore(
-        self, abstract: Any, say: Callable[[str], None], part: bool = False
+        self,
+        abstract: Any,
+        say: Callable[[str], None],
+        part: bool = False,
+        before: int | None = None,
     ) -> tuple[int, Any, dict[str, Any]] | None:
         """The newest usable checkpoint, None if there is none at all: its step, state and host values.
 
         Args:
-            abstract: shapes, types and shardings of the state, whatever mesh it was saved from.
+            abstract: shapes, types and shardings of the state, whatever mesh it was saved from; or a function
+                that gives them from the step and the host values.
             say: told of every damaged checkpoint that is skipped.
             part: `abstract` is a part of the state; the other arrays are not read.
+            before: consider only steps before this one.
 
         Raises:
             CheckpointError: if there are checkpoints and all are damaged.
             ConfigError: if the newest usable one holds other arrays than `abstract`.
         """
         self.wait()
-        name, problems = _of_first(self._choose() if jax.process_index() == 0 else None)
+        name, problems = _of_first(self._choose(before) if jax.process_index() == 0 else None)
         if not name and problems:
             lines = [f"checkpoint {which}: {problem}" for which, problem in problems]
             raise CheckpointError("\n  ".join([f"{self._folder} holds no usable checkpoint", *lines]))
@@ -123,17 +129,28 @@ class Checkpoints:
             say(f"checkpoint {which} is skipped: {problem}")
         if not name:
             return None
-        path, wanted = self._folder / name, manifests.named(abstract)
+        path = self._folder / name
         try:
             manifest = manifests.read(path)
         except manifests.ManifestError as error:  # process 0 has found it whole
             raise CheckpointError(f"process {jax.process_index()} cannot read {path}: {error}") from error
+        tree = abstract(manifest["step"], manifest["host"]) if callable(abstract) else abstract
+        wanted = manifests.named(tree)
         if lines := manifests.differences(manifest["arrays"], manifests.types(wanted), part):
             raise ConfigError("\n  ".join([f"{path} holds the state of another configuration", *lines]))
         skipped: dict[str, Any] = dict.fromkeys(manifest["arrays"], ocp.PLACEHOLDER)
         arrays: Any = ocp.load(str(path), skipped | wanted, checkpointable_name="state")
-        state = jax.tree.unflatten(jax.tree.structure(abstract), [arrays[key] for key in wanted])
+        state = jax.tree.unflatten(jax.tree.structure(tree), [arrays[key] for key in wanted])
         return manifest["step"], state, manifest["host"]
+
+    def drop_after(self, step: int) -> None:
+        """Deletes the checkpoints of later steps: the run goes on from `step` another way."""
+        self.wait()
+        if jax.process_index() == 0:
+            for path in self._found():
+                if int(path.stem) > step:
+                    _delete(path)
+        _of_first(None)  # the others go on when they are gone
 
     def close(self) -> None:
         """Waits as `wait` does, and ends."""
@@ -179,10 +196,12 @@ class Checkpoints:
         found = [path for path in self._folder.iterdir() if _COUNTS.fullmatch(path.name)]
         return sorted(found, key=lambda path: (int(path.stem), path.suffix == ""), reverse=True)
 
-    def _choose(self) -> tuple[str, list[tuple[str, str]]]:
-        """Name of the newest usable checkpoint, empty if there is none; names and faults of those before it."""
+    def _choose(self, before: int | None) -> tuple[str, list[tuple[str, str]]]:
+        """Name of the newest usable checkpoint, empty if there is none; names and faults of later ones."""
         problems = []
         for path in self._found():
+            if before is not None and int(path.stem) >= before:
+                continue
             problem = manifests.damage(path)
             if not problem:
                 return path.name, problems

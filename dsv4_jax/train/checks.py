@@ -14,8 +14,8 @@ from dsv4_jax.train.state import frozen
 from dsv4_jax.train.step import objective_weights
 
 
-def start_warnings(cfg: Config, metrics: dict[str, Any], buffers: nnx.State) -> list[str]:
-    """What looks wrong about a new run's first step; `metrics` are the step's, on the host.
+def start_warnings(cfg: Config, metrics: dict[str, Any], buffers: nnx.State, new: bool = True) -> list[str]:
+    """What looks wrong about the first step of a new run or of a stage; `metrics` are the step's, on the host.
 
     Raises:
         RuntimeError: if a loss that the configuration names is not in the objective.
@@ -25,7 +25,7 @@ def start_warnings(cfg: Config, metrics: dict[str, Any], buffers: nnx.State) -> 
         raise RuntimeError(f"the objective lacks {sorted(absent)}, which the configuration names")
     warnings = [f"{name} is 0 in the first step" for name in weights if float(metrics[name]) == 0]
     expected, first = math.log(cfg.model.vocab_size), float(metrics["loss"])
-    if not cfg.train.init_from and cfg.train.stage == "pretrain" and abs(first - expected) > 0.5:
+    if new and not cfg.train.init_from and cfg.train.stage == "pretrain" and abs(first - expected) > 0.5:
         warnings.append(
             f"the first loss is {first:.2f}, far from ln(vocabulary) = {expected:.2f}: is model.init_std too large?"
         )

@@ -2,9 +2,11 @@
 """What a run reads: its sources as plans of rows, this process's part of them, and batches on the devices."""
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Generator
 from typing import Any, NamedTuple
 
@@ -12,12 +14,12 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dsv4_jax.config import Config
+from dsv4_jax.config import Config, Leg
 from dsv4_jax.data.images import row_budget
 from dsv4_jax.data.interleaved import vision_settings
 from dsv4_jax.data.packing import Part, Plan, Position, part, split
 from dsv4_jax.data.pipeline import Batch, Stream
-from dsv4_jax.data.sources import open_sources
+from dsv4_jax.data.sources import Source, open_sources
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.mesh import act_spec
 from dsv4_jax.train.state import batch_spec
@@ -49,15 +51,33 @@ class Data(NamedTuple):
         return "byte" if self.tokenizer.name == "bytes" else "token"
 
 
-def read_data(cfg: Config) -> Data:
-    """Opens and checks the sources; touches no device.
+def read_data(cfg: Config) -> list[Data]:
+    """Opens and checks the sources, once for all stages, and plans each stage; touches no device.
+
+    A stage goes on in every source where the stages before have ended, by the tokens that they take of it.
 
     Raises:
         ConfigError: if one cannot be used, or there is nothing to train or to evaluate on.
     """
-    data, S = cfg.data, cfg.data.seq_len
-    budget = row_budget(cfg)
-    sources, other, tokenizer = open_sources(data, cfg.model.vocab_size, cfg.model if budget else None)
+    legs = cfg.legs
+    paths = list(dict.fromkeys(path for leg in legs for path in leg.cfg.data.paths))
+    everything = dataclasses.replace(cfg.data, path="", mixture=dict.fromkeys(paths, 1.0))
+    budget = row_budget(legs[0].cfg)
+    sources, other, tokenizer = open_sources(everything, cfg.model.vocab_size, cfg.model if budget else None)
+    opened, seen, plans = dict(zip(paths, sources, strict=True)), dict.fromkeys(paths, 0.0), []
+    for leg in legs:
+        plan, seen = _plan(leg, opened, other, tokenizer, seen)
+        plans.append(plan)
+    return plans
+
+
+def _plan(
+    leg: Leg, opened: dict[str, Source], other: Source | None, tokenizer: Tokenizer, seen: dict[str, float]
+) -> tuple[Data, dict[str, float]]:
+    """What a stage reads when so many epochs of every path have been seen, and how many have after it."""
+    cfg = leg.cfg
+    data, S, weights = cfg.data, cfg.data.seq_len, cfg.data.paths
+    budget, sources = row_budget(cfg), [opened[path] for path in weights]
     if other is None:
         training, held_out = zip(*(split(source, data.held_out, S, budget) for source in sources), strict=True)
     else:
@@ -71,11 +91,19 @@ def read_data(cfg: Config) -> Data:
                 f"{len(p.documents)} to train on and {sum(len(q.documents) for q in held_out)} held out in all; both "
                 "need one at least: change it or give more text"
             )
-    weights, seed = list(data.paths.values()), cfg.train.seed
+    tokens = (leg.last - leg.first) * data.batch_size * S
+    after = dict(seen)
+    for p, (path, weight) in zip(training, weights.items(), strict=True):
+        after[path] += tokens * weight / sum(weights.values()) / (p.tokens - len(p.documents))
+    endless = leg.last == cfg.train.steps
+    epochs = [(seen[path], math.inf if endless else after[path]) for path in weights]
+    seed = cfg.train.seed
     sizes = ((p.source.name, p.tokens, len(p.documents)) for p in training)
-    told: list[Any] = [tokenizer.fingerprint, S, seed, weights, *sizes]
+    told: list[Any] = [tokenizer.fingerprint, S, seed, list(weights.values()), *sizes]
     if budget:
         told += [vision_settings(cfg.model), budget[1:]]
+    if leg.number or not endless:
+        told.append([(begin, 0 if endless else end) for begin, end in epochs])
     skipped = sum(source.skipped for source in [*sources, *filter(None, [other])])
 
     def size(parts: tuple[Part, ...]) -> str:
@@ -83,14 +111,15 @@ def read_data(cfg: Config) -> Data:
         tokens = sum(p.tokens for p in parts) / 1e6
         return f"{sum(len(p.documents) for p in parts):,} documents, {tokens:.2f} M tokens{images}"
 
-    return Data(
-        Plan(training, weights, S, seed, repeat=True, budget=budget),
+    found = Data(
+        Plan(training, list(weights.values()), S, seed, repeat=True, budget=budget, epochs=epochs),
         Plan([p for p in held_out if p.pieces], [], S, 0, repeat=False, budget=budget),
         tokenizer,
         hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16],
         f"data        {size(training)} to train on; {size(held_out)} held out; {skipped:,} bad records skipped",
         skipped,
     )
+    return found, after
 
 
 @contextlib.contextmanager

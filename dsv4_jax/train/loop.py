@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop: set up, resume, then fetch, step, log, save; at the end evaluate and sample."""
+"""The training loop: set up, resume, then in every stage fetch, step, log, save; at the end evaluate and sample."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import signal
 import threading
@@ -20,18 +20,21 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from rich.console import Console
 
-from dsv4_jax.config import Config
-from dsv4_jax.data.packing import START, Position
+from dsv4_jax.config import Config, Leg
+from dsv4_jax.data.packing import Position
 from dsv4_jax.data.pipeline import Batch, Stream
 from dsv4_jax.mesh import on_cpu, start_devices, use_mesh
 from dsv4_jax.model.token_map import token_map
 from dsv4_jax.sample import sample
 from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer, describe_placement
+from dsv4_jax.train.anticipation import abstract_routes, make_route, route_shape
 from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
 from dsv4_jax.train.feed import Data, put_batch, read_data, streams
 from dsv4_jax.train.metrics import Display, MetricsWriter
+from dsv4_jax.train.run_dir import History, changes, claim, resolved, write_events
+from dsv4_jax.train.spikes import spike
 from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, init_state
 from dsv4_jax.train.step import make_train_step, objective_weights
 from dsv4_jax.validate import ConfigError, RunError
@@ -40,14 +43,10 @@ from dsv4_jax.validate import ConfigError, RunError
 # model's step compiles in 43 s instead of 58 s and runs as fast (docs/results.md).
 _RUNS_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 _CPU_STEP = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}
-_RUNTIME = {  # may change in a run
-    *("attention", "attention_block", "compute_dtype", "remat", "select", "yarn"),
-    *("expert_matmul", "expert_exchange", "expert_waves", "expert_gradients"),
-}
 
 
 def run(cfg: Config, console: Console | None = None) -> None:
-    """Trains to `cfg.train.steps`, from the newest usable checkpoint of the run directory if there is one.
+    """Trains to `cfg.steps`, from the newest usable checkpoint of the run directory if there is one.
 
     Raises:
         ConfigError: if the text or the run directory does not fit the configuration; before any
@@ -64,42 +63,24 @@ def run(cfg: Config, console: Console | None = None) -> None:
             "model.engram_token_map: the tokenizer.json or the .npy that gives so many numbers"
         )
     start_devices(cfg.train.cpu_devices, cfg.train.distributed, cfg.train.deterministic)
-    use_mesh(cfg.mesh.data, cfg.mesh.expert, cfg.mesh.context)
-    if jax.process_index():  # the first process speaks and writes for all
-        console = Console(quiet=True)
-    _claim(cfg, run_dir)
-    objective, (optimizer, _) = describe_objective(objective_weights(cfg)), describe_optimizer(cfg)
-    for line in [*describe_model(cfg.model), objective, optimizer, data.line]:
-        console.print(line)
-    if jax.sharding.get_abstract_mesh().size > 1:
-        console.print(*describe_placement(cfg), sep="\n")
-
-    def warn(text: str) -> None:
-        console.print(f"warning: {text}", style="yellow")
-
     with Checkpoints(run_dir / "checkpoints", cfg.train.keep, cfg.train.keep_every) as checkpoints:
-        found = checkpoints.restore(abstract_state(cfg), warn)
-        host: dict[str, Any] = {"tokens": 0, "position": START, "identity": data.identity}
-        if found is None:
-            state = jax.jit(lambda: init_state(cfg), compiler_options=_RUNS_ONCE)()
-            if cfg.train.init_from:
-                _, params, buffers = nnx.split(load_model(cfg, cfg.train.init_from), nnx.Param, ...)
-                state = dataclasses.replace(state, params=params, buffers=buffers)
-                console.print(f"parameters  from {cfg.train.init_from}")
-        else:
-            step, state, host = found
-            console.print(f"resumed     {run_dir} at step {step}")
-            for line in _changes(host["config"], _resolved(cfg)):
-                console.print(f"changed     {line}")
-            if host["identity"] != data.identity:
-                warn("this is other data than at the checkpoint: it starts at its beginning")
-                host["position"] = START
-        if int(state.step) >= cfg.train.steps:
+        leg = cfg.leg(checkpoints.latest() or 0)
+        use_mesh(*dataclasses.astuple(leg.cfg.mesh))
+        if jax.process_index():  # the first process speaks and writes for all
+            console = Console(quiet=True)
+        claim(cfg, run_dir)
+        objective, (optimizer, _) = describe_objective(objective_weights(leg.cfg)), describe_optimizer(leg.cfg)
+        for line in [*describe_model(leg.cfg.model), objective, optimizer, data[leg.number].line]:
+            console.print(line)
+        if jax.sharding.get_abstract_mesh().size > 1:
+            console.print(*describe_placement(cfg), sep="\n")
+        trainer = _Trainer(cfg, data, checkpoints, console)
+        state = trainer.start()
+        if int(state.step) >= cfg.steps:
             console.print("the run is finished; raise train.steps to continue it")
             return
-        with streams(cfg, data, Position(*host["position"])) as (stream, evaluation):
-            state, held_out = _loop(cfg, state, host["tokens"], data, stream, evaluation, checkpoints, console)
-    _report(cfg, state, held_out, evaluation, data, console)
+        state = trainer.train(state)
+    _report(cfg, state, trainer.held_out, trainer.evaluation, data[-1], console)
 
 
 @contextlib.contextmanager
@@ -132,154 +113,298 @@ def _stop_signals() -> Generator[Callable[[int], int]]:
             signal.signal(number, handler)
 
 
-def _loop(
-    cfg: Config,
-    state: TrainState,
-    tokens: int,
-    data: Data,
-    stream: Stream,
-    evaluation: list[Batch],
-    checkpoints: Checkpoints,
-    console: Console,
-) -> tuple[TrainState, dict[str, float]]:
-    """Steps until `cfg.train.steps`; returns the last state and its held-out losses."""
-    clock = time.monotonic()
-    place = functools.partial(put_batch, own=stream.own, rows=cfg.data.batch_size)
-    example = place(evaluation[0])
-    options = _CPU_STEP if on_cpu() else None
-    train_step = jax.jit(make_train_step(cfg), donate_argnums=0, compiler_options=options)
-    train_step = train_step.lower(state, example).compile()
-    eval_step = jax.jit(make_eval_step(cfg), compiler_options=options).lower(state, example).compile()
-    all_finite = jax.jit(_all_finite)
-    console.print(f"compiled    in {time.monotonic() - clock:.0f} s")
-    bad = 0
+class _Spike(Exception):
+    """A step that the run has to go back from."""
 
-    def finished(metrics: dict[str, Any]) -> dict[str, Any]:
-        """A step's scalars, once the device has them, with the host's counters."""
-        nonlocal clock, tokens, bad
-        scalars = {name: np.asarray(value).item() for name, value in metrics.items()}
-        bad = 0 if scalars.pop("finite") else bad + 1
-        if bad:
-            objective, norm = scalars["objective"], scalars["grad_norm"]
-            console.print(
-                f"warning: step {scalars['step']} is skipped: objective {objective}, gradient norm {norm}",
-                style="yellow",
+    def __init__(self, step: int):
+        super().__init__(step)
+        self.step = step
+
+
+class _Trainer:
+    """A run: its configuration, data and checkpoints, and what it knows beside its arrays."""
+
+    def __init__(self, cfg: Config, data: list[Data], checkpoints: Checkpoints, console: Console):
+        self.cfg, self.data, self.checkpoints, self.console = cfg, data, checkpoints, console
+        self.history = History()
+        self.routes: collections.deque[jax.Array] = collections.deque()  # experts of the next batches
+        self.programs: dict[tuple[str, bool], Callable[..., Any]] = {}  # of the stage
+        self.evaluation: list[Batch] = []
+        self.held_out = {"eval_loss": math.nan}
+        self.bad, self.clock = 0, time.monotonic()
+        self.all_finite = jax.jit(_all_finite)
+
+    def warn(self, text: str) -> None:
+        """Says what may be wrong."""
+        self.console.print(f"warning: {text}", style="yellow")
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        """Notes and says what happened at a step."""
+        self.history.events.append({"step": step, "event": kind, "text": text})
+        self.console.print(f"step {step}: {kind}: {text}", style="yellow" if kind in ("spike", "rollback") else None)
+        if jax.process_index() == 0:
+            write_events(Path(self.cfg.train.run_dir), self.history.events)
+
+    def start(self) -> TrainState:
+        """The state of the newest usable checkpoint, or that of a new run."""
+        cfg, run_dir = self.cfg, self.cfg.train.run_dir
+        if found := self.restored():
+            state, before = found
+            self.console.print(f"resumed     {run_dir} at step {int(state.step)}")
+            for line in changes(before, resolved(cfg)):
+                self.console.print(f"changed     {line}")
+            return state
+        state = jax.jit(lambda: init_state(cfg), compiler_options=_RUNS_ONCE)()
+        if cfg.train.init_from:
+            _, params, buffers = nnx.split(load_model(cfg, cfg.train.init_from), nnx.Param, ...)
+            state = dataclasses.replace(state, params=params, buffers=buffers)
+            self.console.print(f"parameters  from {cfg.train.init_from}")
+        return state
+
+    def restored(self, before: int | None = None) -> tuple[TrainState, dict[str, Any]] | None:
+        """The newest usable checkpoint's state, and the configuration that it was saved with; sets the history."""
+
+        def abstract(step: int, host: dict[str, Any]) -> TrainState:
+            use_mesh(*dataclasses.astuple(self.cfg.leg(step).cfg.mesh), again=True)
+            history = History.of(host)
+            routes = abstract_routes(self.cfg.model, len(history.routed), tuple(history.routes))
+            return dataclasses.replace(abstract_state(self.cfg), routes=routes)
+
+        found = self.checkpoints.restore(abstract, self.warn, before=before)
+        if found is None:
+            return None
+        _, state, host = found
+        self.history, self.routes = History.of(host), collections.deque(state.routes)
+        return dataclasses.replace(state, routes=()), host["config"]
+
+    def save(self, state: TrainState) -> None:
+        """Saves the run as it stands."""
+        step = int(state.step)
+        if not self.all_finite(state):
+            raise RunError(f"the state at step {step} is not finite; it is not saved")
+        self.history.routes = list(self.routes[0].shape) if self.routes else []
+        host = dataclasses.asdict(self.history) | {"config": resolved(self.cfg)}
+        self.checkpoints.save(step, dataclasses.replace(state, routes=tuple(self.routes)), host)
+
+    def train(self, state: TrainState) -> TrainState:
+        """Steps until `cfg.steps`."""
+        cfg, step = self.cfg, int(state.step)
+        run_dir = Path(cfg.train.run_dir)
+        with (
+            _stop_signals() as self.stopped,
+            MetricsWriter(run_dir if jax.process_index() == 0 else None, step) as self.writer,
+            Display(self.console, cfg.steps, step) as self.display,
+        ):
+            if cfg.routing.anticipation.mode == "auto" and self.checkpoints.latest() is None:
+                self.save(state)  # so that there is something to go back to
+            while step < cfg.steps:
+                try:
+                    state = self.stage(cfg.leg(step), state)
+                except _Spike as found:
+                    state = self.back(found.step)
+                step = int(state.step)
+        return state
+
+    def back(self, step: int) -> TrainState:
+        """Goes back to before a spike, all of the run together, and saves it there as it goes on."""
+        cfg, now = self.cfg.leg(step - 1).cfg, self.history
+        now.tries = now.tries + 1 if step <= now.furthest else 1
+        if now.tries > cfg.spikes.limit:
+            raise RunError(
+                f"the run went back {cfg.spikes.limit} times from the spike at step {now.furthest} and never got past "
+                "it: skip its batches (spikes.skip), go back further (spikes.margin) or lower the learning rate"
             )
+        first = step - cfg.spikes.steps + 1
+        found = self.restored(before=first - cfg.spikes.margin)
+        if found is None:
+            raise RunError(f"there is no checkpoint to go back to before the spike at step {step}: lower spikes.margin")
+        state, there, hold = found[0], int(found[0].step), cfg.routing.anticipation.hold
+        self.checkpoints.drop_after(there)
+        for name in ("events", "spikes", "tries"):
+            setattr(self.history, name, getattr(now, name))
+        self.history.rollbacks, self.history.furthest = now.rollbacks + 1, max(step, now.furthest)
+        self.history.skip += step - there if cfg.spikes.skip < 0 else cfg.spikes.skip
+        told = f"to step {there}"
+        if self.history.skip:
+            told += f", leaving out {self.history.skip} batches"
+        if hold:
+            self.history.hold = step + hold
+            told += f", with anticipatory routing up to step {step + hold}"
+        self.event(step, "rollback", told)
+        self.bad = 0
+        self.routes.clear()
+        self.history.routed = []
+        self.save(state)
+        return state
+
+    def stage(self, leg: Leg, state: TrainState) -> TrainState:
+        """Steps until the stage or the run ends."""
+        cfg, data, history = leg.cfg, self.data[leg.number], self.history
+        if tuple(jax.sharding.get_abstract_mesh().shape.values()) != dataclasses.astuple(cfg.mesh):
+            self.save(state)  # the state moves to another mesh through a checkpoint, as it would in a restart
+            found = self.restored()
+            assert found is not None
+            state, history = found[0], self.history
+        if (history.stage, history.identity) != (leg.number, data.identity):
+            if history.identity and history.stage == leg.number:
+                self.warn("this is other data than at the checkpoint: it starts at its beginning")
+            if self.cfg.stages:
+                what = ", ".join(f"{key} = {value!r}" for key, value in leg.stage.changes.items())
+                self.event(
+                    int(state.step), "stage", f"{leg.stage.name}, up to step {leg.last}" + f": {what}" * bool(what)
+                )
+            history.enter(leg, data.identity)
+            self.routes.clear()
+        with streams(cfg, data, Position(*history.position)) as (stream, self.evaluation):
+            for _ in range(history.skip):
+                next(stream)
+            history.skip = 0
+            place = functools.partial(put_batch, own=stream.own, rows=cfg.data.batch_size)
+            self.programs = {}
+            example = place(self.evaluation[0])
+            if self.routes and self.routes[0].shape != route_shape(cfg.model, example):
+                self.warn("the batches are others than at the checkpoint: anticipatory routing starts again")
+                self.routes.clear()
+                history.routed = []
+            return self.steps(leg, state, stream, place, self.program(leg, "evaluation", state, example))
+
+    def program(self, leg: Leg, name: str, state: TrainState, batch: dict[str, jax.Array]) -> Callable[..., Any]:
+        """A function of state and batch, compiled for a stage and for batches like this one."""
+        if (name, "experts" in batch) not in self.programs:
+            clock, options = time.monotonic(), _CPU_STEP if on_cpu() else None
+            if name == "step":
+                made = jax.jit(make_train_step(leg.cfg, leg.clock), donate_argnums=0, compiler_options=options)
+            else:
+                make = {"evaluation": make_eval_step, "routing": make_route}[name]
+                made = jax.jit(make(leg.cfg), compiler_options=options)
+            self.programs[name, "experts" in batch] = made.lower(state, batch).compile()
+            now = time.monotonic()
+            self.console.print(f"compiled    {name} in {now - clock:.0f} s")
+            self.clock += now - clock
+        return self.programs[name, "experts" in batch]
+
+    def ahead(
+        self, leg: Leg, state: TrainState, step: int, stream: Stream, place: Callable[[Batch], dict[str, jax.Array]]
+    ) -> tuple[dict[str, jax.Array], int]:
+        """The experts of the next batch, if routing is anticipatory, and how many steps ago they were chosen.
+
+        Afterwards those of the `delay` batches behind it are chosen too: when it begins, by the same parameters,
+        so that the lag grows from 0 to `delay`.
+        """
+        settings, history = leg.cfg.routing.anticipation, self.history
+        end = min(leg.last, self.cfg.steps)
+        if settings.mode == "auto":
+            if 0 < history.hold == step:
+                self.event(step, "anticipation", "off again")
+            end = min(end, history.hold)
+        if settings.mode == "off" or not settings.delay or step >= end:
+            self.routes.clear()
+            history.routed = []
+            return {}, 0
+        while len(self.routes) <= min(settings.delay, end - 1 - step):
+            batch = place(stream.peek(len(self.routes)))
+            self.routes.append(self.program(leg, "routing", state, batch)(state, batch))
+            history.routed.append(step)
+        return {"experts": self.routes.popleft()}, step - history.routed.pop(0)
+
+    def finish(self, leg: Leg, metrics: dict[str, Any], more: dict[str, float]) -> None:
+        """Writes and shows a step, with what else there is to tell, once the device has its metrics.
+
+        Raises:
+            RunError: after too many steps in a row that were not finite.
+            _Spike: if the run has to go back from this step.
+        """
+        scalars = {name: np.asarray(value).item() for name, value in metrics.items()}
+        step, history, train = scalars["step"], self.history, self.cfg.train
+        self.bad = 0 if scalars.pop("finite") else self.bad + 1
+        spiked = ""
+        if self.bad:
+            told = f"objective {scalars['objective']}, gradient norm {scalars['grad_norm']}"
+            self.event(step, "skipped", told)
+        else:
+            spiked = spike(leg.cfg.spikes, history.recent, scalars["loss"], scalars["grad_norm"])
+        if spiked:
+            history.spikes += 1
+            self.event(step, "spike", spiked)
         now, new = time.monotonic(), scalars["tokens"]
-        tokens += new
-        scalars |= {"tokens": tokens, "tokens_per_s": new / (now - clock), "skipped_records": data.skipped}
-        clock = now
-        return scalars
+        history.tokens += new
+        scalars |= {"tokens": history.tokens, "tokens_per_s": new / (now - self.clock)}
+        scalars |= {"skipped_records": self.data[leg.number].skipped, "spikes": history.spikes}
+        scalars |= {"rollbacks": history.rollbacks} | more
+        self.clock = now
+        self.writer.write(scalars)
+        self.display.update(scalars)
+        if self.bad >= train.bad_steps:
+            raise RunError(
+                f"{self.bad} steps in a row were not finite, the last one {step}: nothing was learnt in them"
+            )
+        if spiked and leg.cfg.routing.anticipation.mode == "auto":
+            raise _Spike(step)
 
-    def save(state: TrainState) -> None:
-        if not all_finite(state):
-            raise RunError(f"the state at step {int(state.step)} is not finite; it is not saved")
-        host = {"tokens": tokens, "position": stream.position, "identity": data.identity, "config": _resolved(cfg)}
-        checkpoints.save(int(state.step), state, host)
-
-    step, held_out = int(state.step), {"eval_loss": math.nan}
-    clock = time.monotonic()
-    run_dir, steps = Path(cfg.train.run_dir), cfg.train.steps
-    with (
-        _stop_signals() as stopped,
-        MetricsWriter(run_dir if jax.process_index() == 0 else None, step) as writer,
-        Display(console, steps, step) as display,
-    ):
+    def steps(
+        self,
+        leg: Leg,
+        state: TrainState,
+        stream: Stream,
+        place: Callable[[Batch], dict[str, jax.Array]],
+        eval_step: Callable[..., Any],
+    ) -> TrainState:
+        """The steps of a stage."""
+        run, train, step, last = self.cfg, self.cfg.train, int(state.step), min(leg.last, self.cfg.steps)
         pending: dict[str, Any] | None = None  # the metrics of the last step, which the device still works on
-        profiled = range(*map(int, cfg.train.profile_steps.split(":"))) if cfg.train.profile_steps else range(0)
+        profiled = range(*map(int, train.profile_steps.split(":"))) if train.profile_steps else range(0)
         traced = 0  # the first step of a trace that is being made
-        while step < steps:
-            batch = place(next(stream))
+        self.clock = time.monotonic()
+        while step < last:
+            experts, lag = self.ahead(leg, state, step, stream, place)
+            batch = place(next(stream)) | experts
+            self.history.position = stream.position
+            train_step = self.program(leg, "step", state, batch)
             step += 1
             if step in profiled and not traced:
                 traced = step
-                jax.profiler.start_trace(str(run_dir / "profile"))
+                jax.profiler.start_trace(str(Path(train.run_dir) / "profile"))
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, metrics = train_step(state, batch)
-            if step in profiled and step in (profiled[-1], steps):
+            if traced and step in (profiled[-1], last):
                 jax.block_until_ready(state)
                 jax.profiler.stop_trace()
-                console.print(f"profile     of steps {traced} to {step} is in {run_dir / 'profile'}")
+                where = Path(train.run_dir) / "profile"
+                self.console.print(f"profile     of steps {traced} to {step} is in {where}")
+                traced = 0
             norms = metrics.pop("grad_norms")
-            if step == 1:
-                for warning in start_warnings(cfg, jax.device_get(metrics | {"grad_norms": norms}), state.buffers):
-                    console.print(f"warning: {warning}", style="yellow")
+            if step == leg.first + 1:
+                told = jax.device_get(metrics | {"grad_norms": norms})
+                for warning in start_warnings(leg.cfg, told, state.buffers, new=step == 1):
+                    self.warn(warning)
             if pending is not None:
-                show(finished(pending), writer, display)
-            pending = {"step": step} | metrics
-            stop = stopped(step)
-            last = stop or step == steps
-            due = step == steps or step % cfg.train.eval_every == 0
-            if due or last or bad or step % cfg.train.checkpoint_every == 0:
-                scalars, pending = finished(pending), None
+                self.finish(leg, pending, {})
+            pending = {"step": step, "lag": lag} | metrics
+            stop = self.stopped(step)
+            ends = stop or step == run.steps
+            due = step == run.steps or step % train.eval_every == 0
+            if due or ends or step == last or self.bad or step % train.checkpoint_every == 0:
+                found = {}
                 if due and not stop:
-                    held_out = evaluate(eval_step, state, evaluation, place)
-                    scalars |= held_out
-                    console.print(f"step {step}: held-out loss {held_out['eval_loss']:.3f} nats per {data.unit}")
-                show(scalars, writer, display)
-                if bad >= cfg.train.bad_steps:
-                    raise RunError(
-                        f"{bad} steps in a row were not finite, the last one {step}: nothing was learnt in them"
-                    )
-                if last or step % cfg.train.checkpoint_every == 0:
-                    save(state)
-                clock = time.monotonic()
+                    found = self.held_out = evaluate(eval_step, state, self.evaluation, place)
+                    held_out, unit = found["eval_loss"], self.data[leg.number].unit
+                    self.console.print(f"step {step}: held-out loss {held_out:.3f} nats per {unit}")
+                self.finish(leg, pending, found)
+                pending = None
+                if ends or step % train.checkpoint_every == 0:
+                    self.save(state)
+                self.clock = time.monotonic()
             if stop:
-                checkpoints.wait()
-                console.print(
-                    f"stopped by {signal.Signals(stop).name} at step {step}; the same command goes on from there"
-                )
+                self.checkpoints.wait()
+                name = signal.Signals(stop).name
+                self.console.print(f"stopped by {name} at step {step}; the same command goes on from there")
                 raise SystemExit(128 + stop)
-    return state, held_out
+        return state
 
 
 def _all_finite(state: TrainState) -> jax.Array:
     floats = [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
     return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
-
-
-def show(scalars: dict[str, Any], writer: MetricsWriter, display: Display) -> None:
-    """Writes a finished step and puts it on the screen."""
-    writer.write(scalars)
-    display.update(scalars)
-
-
-def _resolved(cfg: Config) -> dict[str, Any]:
-    """The configuration as JSON has it."""
-    return json.loads(json.dumps(dataclasses.asdict(cfg)))
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Keys whose values differ, but for where and how long."""
-    found = []
-    for section, values in now.items():
-        for key, value in values.items():
-            old = before.get(section, {}).get(key)
-            if old != value and (section, key) not in (("train", "run_dir"), ("train", "steps")):
-                found.append(f"{section}.{key}: {old!r} before, {value!r} now")
-    return found
-
-
-def _claim(cfg: Config, run_dir: Path) -> None:
-    """Writes config.json into the run directory, or refuses one that holds another model's run."""
-    path = run_dir / "config.json"
-    resolved = _resolved(cfg)
-    if path.exists():
-        before = json.loads(path.read_text())["model"]
-        changed = [
-            f"model.{key}: {before.get(key)!r} there, {value!r} here"
-            for key, value in resolved["model"].items()
-            if before.get(key) != value and key not in _RUNTIME
-        ]
-        if changed:
-            raise ConfigError(
-                "\n  ".join([f"{run_dir} holds another model's run; choose another train.run_dir or undo", *changed])
-            )
-    if jax.process_index() == 0:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps(resolved, indent=2) + "\n")
-        new.replace(path)
 
 
 def _report(

@@ -18,7 +18,7 @@ class MetricsWriter:
     """Appends one JSON object a step to `metrics.jsonl` and the same scalars to TensorBoard files."""
 
     def __init__(self, run_dir: Path | None, step: int):
-        """Opens the files of a run that continues after `step`; later lines, of a lost run, are dropped.
+        """Opens the files of a run that continues after `step`; the lines after it, of a lost run, are dropped.
 
         Without a directory nothing is written: processes after the first.
         """
@@ -27,8 +27,9 @@ class MetricsWriter:
             return
         path = run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        whole = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        kept = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+        while kept and json.loads(kept[-1])["step"] > step:  # what a rollback took back lies further up and stays
+            kept.pop()
         new = path.with_suffix(".new")
         new.write_text("".join(kept))
         new.replace(path)

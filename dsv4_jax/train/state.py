@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a run: one pytree of parameters, buffers, optimizer state and step."""
+"""The state of a run: one pytree of parameters, buffers, optimizer state and step; and what of it a stage trains."""
 
 import dataclasses
+import functools
+import re
 from typing import Any
 
 import jax
@@ -15,7 +17,8 @@ from dsv4_jax.data.images import row_budget
 from dsv4_jax.mesh import act_spec, row_spec
 from dsv4_jax.model.deepseek import DeepSeek, structure
 from dsv4_jax.optim import adamw_groups, grouped, v4_groups, v41_groups
-from dsv4_jax.optim.schedules import trapezoid
+from dsv4_jax.optim.schedules import Clock, trapezoid
+from dsv4_jax.validate import ConfigError
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +32,7 @@ class TrainState:
         opt_state: state of the optax optimizer.
         step: steps done, int32.
         skipped: how many of them changed nothing, since they were not finite, int32.
+        routes: experts of the batches to come, chosen ahead (`anticipation`).
     """
 
     params: Any
@@ -36,42 +40,82 @@ class TrainState:
     opt_state: Any
     step: jax.Array
     skipped: jax.Array
+    routes: tuple[jax.Array, ...] = ()
 
 
-def schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
-    """Learning rate by steps done before: linear warm-up, constant, cosine decay over the last steps."""
-    return trapezoid(cfg.learning_rate, cfg.end_learning_rate, cfg.warmup_steps, steps - cfg.decay_steps, steps)
+def schedule(cfg: OptimConfig, steps: int, clock: Clock) -> optax.Schedule:
+    """Learning rate by steps done before: linear warm-up, constant, cosine decay.
+
+    The decay is over the last of all `steps`, or between two counts of tokens by the run's clock.
+    """
+    if cfg.decay_tokens:
+        decay = cfg.decay_tokens
+    else:
+        decay, clock = (steps - cfg.decay_steps, steps), Clock()
+    return trapezoid(cfg.learning_rate, cfg.end_learning_rate, cfg.warmup_steps, *decay, clock)
 
 
 def frozen(cfg: Config) -> str | None:
-    """Pattern of the parameters that the stage leaves alone.
+    """Pattern of the parameters that a stage leaves alone.
 
-    The indexer warm-up trains the indexer only, the draft stage the draft blocks only, every other stage
-    all but DSpark's draft blocks.
+    The indexer warm-up trains the indexer only, dense attention all but the indexer, the draft stage the
+    draft blocks only, every other stage all but DSpark's draft blocks; and none trains `train.frozen`.
     """
+    patterns = [cfg.train.frozen]
     if cfg.train.stage == "draft":
-        return r"^(?!mtp\b)"
-    if cfg.model.attention == "warmup":
-        return r"^(?!.*\bindexer\b)"
-    return r"^mtp\b" if cfg.model.dspark_target_layer_ids else None
+        patterns.append(r"^(?!mtp\b)")
+    elif cfg.model.attention == "warmup":
+        patterns.append(r"^(?!.*\bindexer\b)")
+    elif cfg.model.dspark_target_layer_ids:
+        patterns.append(r"^mtp\b")
+    if cfg.model.attention == "dense" and any(spec.indexed for spec in cfg.model.layer_specs):
+        patterns.append(r"\bindexer\b")
+    return "|".join(f"(?:{pattern})" for pattern in patterns if pattern) or None
 
 
-def parameter_groups(cfg: Config, params: Any) -> Any:
+def split_trained(cfg: Config, params: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """The parameters that a stage trains, and the others.
+
+    Raises:
+        ConfigError: if `train.frozen` matches no parameter, or nothing is left to train.
+    """
+    flat = [(".".join(map(str, path)), path, v) for path, v in nnx.to_flat_state(params)]
+    own, pattern = cfg.train.frozen, frozen(cfg)
+    if own and not any(re.search(own, name) for name, _, _ in flat):
+        raise ConfigError(f"train.frozen = {own!r} matches no parameter, such as {flat[0][0]}")
+    stays = [pattern is not None and re.search(pattern, name) is not None for name, _, _ in flat]
+    if all(stays):
+        raise ConfigError(
+            f"nothing is left to train: train.frozen = {own!r}, model.attention = {cfg.model.attention!r}"
+        )
+    part = lambda which: nnx.from_flat_state([(p, v) for (_, p, v), s in zip(flat, stays, strict=True) if s == which])
+    return part(False), part(True)
+
+
+def parameter_groups(cfg: Config, params: Any, frozen: str | None = None) -> Any:
     """The `optim.Group` of every parameter."""
-    tables = {"deepseek_v4": v4_groups, "deepseek_v41": v41_groups, "adamw": adamw_groups}
-    return tables[cfg.optim.name](params, frozen=frozen(cfg), weight_decay=cfg.optim.weight_decay)
+    optim = cfg.optim
+    tables = {
+        "deepseek_v4": v4_groups,
+        "deepseek_v41": functools.partial(
+            v41_groups, engram_factor=optim.engram_factor, vision_factor=optim.vision_factor
+        ),
+        "adamw": adamw_groups,
+    }
+    return tables[optim.name](params, frozen=frozen, weight_decay=optim.weight_decay)
 
 
-def optimizer(cfg: Config, params: Any) -> optax.GradientTransformation:
+def optimizer(cfg: Config, params: Any, clock: Clock | None = None) -> optax.GradientTransformation:
     """Clipping of the gradient's global norm, then the configured rule of every parameter.
 
     Args:
-        cfg: the run's configuration.
-        params: its parameters or their shapes, an `nnx.State`.
+        cfg: the run's configuration, or a stage's.
+        params: the parameters that are trained, or their shapes, an `nnx.State`.
+        clock: of the run, for the learning rate; that of `cfg` if absent.
     """
     optim = cfg.optim
     rules = grouped(
-        schedule(optim, cfg.train.steps),
+        schedule(optim, cfg.steps, clock or cfg.legs[0].clock),
         parameter_groups(cfg, params),
         momentum=optim.momentum,
         momentum_dtype=optim.momentum_dtype,
@@ -83,6 +127,18 @@ def optimizer(cfg: Config, params: Any) -> optax.GradientTransformation:
         eps=optim.eps,
     )
     return optax.chain(optax.clip_by_global_norm(optim.clip), rules)
+
+
+def part_of(state: Any, like: Any) -> Any:
+    """The leaves of `state` that `like` has too, by their paths, in the structure of `like`."""
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+    return jax.tree.map_with_path(lambda path, _: leaves[jax.tree_util.keystr(path)], like)
+
+
+def with_part(state: Any, part: Any) -> Any:
+    """`state` with the leaves of `part` in place of its own."""
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(part)}
+    return jax.tree.map_with_path(lambda path, leaf: leaves.get(jax.tree_util.keystr(path), leaf), state)
 
 
 def abstract_model(cfg: Config) -> DeepSeek:
@@ -130,8 +186,11 @@ def abstract_batch(cfg: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def init_state(cfg: Config) -> TrainState:
-    """A new run's state; call it under `jax.jit`, so that every array is made where it belongs."""
+    """A new run's state; call it under `jax.jit`, so that every array is made where it belongs.
+
+    The optimizer's is that of all parameters that a stage trains.
+    """
     _, params, buffers = nnx.split(DeepSeek(cfg.model, rngs=nnx.Rngs(cfg.train.seed)), nnx.Param, ...)
-    return TrainState(
-        params, buffers, optimizer(cfg, params).init(params), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-    )
+    trained = nnx.merge_state(*(split_trained(leg.cfg, params)[0] for leg in cfg.legs))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(params, buffers, optimizer(cfg, trained).init(trained), zero, zero)

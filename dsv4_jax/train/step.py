@@ -12,12 +12,24 @@ from flax import nnx
 
 from dsv4_jax.config import Config
 from dsv4_jax.mesh import BATCH
+from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import RouterBias, whole
 from dsv4_jax.ops.cross_entropy import cross_entropy
 from dsv4_jax.optim.groups import group_leaves
+from dsv4_jax.optim.schedules import Clock
 from dsv4_jax.train.draft import anchor_count, choose_anchors, draft_losses, slot_targets, weights
-from dsv4_jax.train.state import TrainState, abstract_model, batch_spec, optimizer, parameter_groups, schedule
+from dsv4_jax.train.state import (
+    TrainState,
+    abstract_model,
+    batch_spec,
+    optimizer,
+    parameter_groups,
+    part_of,
+    schedule,
+    split_trained,
+    with_part,
+)
 
 Metrics = dict[str, Any]
 
@@ -38,6 +50,17 @@ def model_inputs(batch: dict[str, jax.Array]) -> dict[str, Any]:
     """The part of a batch that the model reads, by argument."""
     names = ("ids", "segment_ids", "token_types", "patches", "image_grids", "engram_rows")
     return {name: batch[name] for name in names if name in batch}
+
+
+def forced_experts(cfg: ModelConfig, batch: dict[str, jax.Array]) -> list[jax.Array | None] | None:
+    """Experts of every layer [B, S, k], None in hashed ones, from those that were chosen before for a batch.
+
+    There they lie under `experts`, [B, S, learned layers, k]; None without.
+    """
+    if "experts" not in batch:
+        return None
+    chosen = iter(range(batch["experts"].shape[2]))
+    return [None if spec.hashed else batch["experts"][:, :, next(chosen)] for spec in cfg.layer_specs]
 
 
 def denominators(batch: dict[str, jax.Array], drafts: tuple[int, float] | None = None) -> dict[str, jax.Array]:
@@ -66,7 +89,8 @@ def losses(
     its `denominators`, if the batch is a part of one, so that the parts add up.
     """
     targets, count = batch["targets"], whole_batch or denominators(batch)
-    out = model.features(**model_inputs(batch), following=jnp.maximum(targets, 0))
+    forced = forced_experts(model.cfg, batch)
+    out = model.features(**model_inputs(batch), following=jnp.maximum(targets, 0), forced_experts=forced)
     head = whole(model.head)
     found = {"loss": cross_entropy(out.h, head, targets) / count["targets"]}
     if out.mtp is not None:
@@ -136,8 +160,6 @@ def update_ratios(groups: Any, updates: Any, params: Any) -> dict[str, jax.Array
     """Norm of the update over the norm of the weights, for the parameters of every rule that moves some together."""
     norms: dict[str, list[jax.Array]] = {}
     for group, u, p in zip(group_leaves(groups), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
-        if group.rule == "frozen":
-            continue
         squares = jnp.stack([(x.astype(jnp.float32) ** 2).sum() for x in (u, p)])
         norms.setdefault(group.rule, []).append(squares)
     sums = {rule: jnp.sqrt(sum(found)) for rule, found in norms.items()}
@@ -166,16 +188,20 @@ def accumulation_parts(batch: dict[str, jax.Array], parts: int) -> dict[str, jax
 
 
 def make_objective(cfg: Config) -> Callable[..., tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]]:
-    """The objective as a function of parameters, buffers, batch and the whole batch's `denominators`.
+    """The objective as a function of parameters (in two parts), buffers, batch and the whole batch's `denominators`.
 
     Beside it come every loss by name and the loads [layers, E].
     """
     graphdef, factors = nnx.graphdef(abstract_model(cfg)), objective_weights(cfg)
 
     def objective(
-        params: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array], count: dict[str, jax.Array]
+        trained: nnx.State,
+        others: nnx.State,
+        buffers: nnx.State,
+        batch: dict[str, jax.Array],
+        count: dict[str, jax.Array],
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
-        model = nnx.merge(graphdef, params, buffers)
+        model = nnx.merge(graphdef, trained, others, buffers)
         if cfg.train.stage == "draft":
             decay = _drafts(cfg)[1]
             found, load_LE = draft_losses(model, model_inputs(batch), batch["targets"], batch["anchors"], decay)
@@ -194,11 +220,21 @@ def _drafts(cfg: Config) -> tuple[int, float]:
     return n, cfg.loss.draft_decay or n
 
 
-def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, Metrics]]:
-    """The step as a pure function of state and batch, to be jitted with the state donated."""
+def make_train_step(
+    cfg: Config, clock: Clock | None = None
+) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, Metrics]]:
+    """The step as a pure function of state and batch, to be jitted with the state donated.
+
+    Args:
+        cfg: configuration of the run, or of a stage of it.
+        clock: of the whole run, if it has stages.
+    """
+    clock = clock or cfg.legs[0].clock
     graphdef, params, _ = nnx.split(abstract_model(cfg), nnx.Param, ...)
-    tx, objective, groups = optimizer(cfg, params), make_objective(cfg), parameter_groups(cfg, params)
-    rate = schedule(cfg.optim, cfg.train.steps)
+    shapes, _ = split_trained(cfg, params)
+    tx, objective, groups = optimizer(cfg, shapes, clock), make_objective(cfg), parameter_groups(cfg, shapes)
+    moments = jax.eval_shape(tx.init, shapes)
+    rate = schedule(cfg.optim, cfg.steps, clock)
 
     def gradient(state: TrainState, batch: dict[str, jax.Array]):
         """Objective, losses and loads, and the gradient, added up over the parts of the batch."""
@@ -206,9 +242,10 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]],
             key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
             batch = batch | {"anchors": choose_anchors(batch["targets"], key, anchor_count(cfg))}
         count = denominators(batch, _drafts(cfg) if cfg.train.stage == "draft" else None)
+        trained, others = split_trained(cfg, state.params)
 
         def part(batch: dict[str, jax.Array]):
-            return jax.value_and_grad(objective, has_aux=True)(state.params, state.buffers, batch, count)
+            return jax.value_and_grad(objective, has_aux=True)(trained, others, state.buffers, batch, count)
 
         if cfg.train.accumulate == 1:
             return part(batch)
@@ -219,9 +256,11 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]],
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
         (total, (found, load_LE)), grads = gradient(state, batch)
+        trained, _ = split_trained(cfg, state.params)
         with jax.named_scope("optimizer"):
-            updates, opt_state = tx.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
+            updates, changed = tx.update(grads, part_of(state.opt_state, moments), trained)
+            moved: Any = optax.apply_updates(trained, updates)
+            params = nnx.merge_state(state.params, moved)
         model = nnx.merge(graphdef, params, state.buffers)
         buffers = state.buffers
         if cfg.model.attention != "warmup":
@@ -231,11 +270,12 @@ def make_train_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]],
         norm = jnp.sqrt(sum((n * n).sum() for n in norms.values()))
         finite = jnp.isfinite(total) & jnp.isfinite(norm)
         # A step that is not finite is skipped whole: parameters, moments, the schedule's count and biases stay.
-        changed, before = (params, buffers, opt_state), (state.params, state.buffers, state.opt_state)
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), changed, before)
-        after = TrainState(*kept, state.step + 1, state.skipped + ~finite)
-        metrics = found | balance_metrics(load_LE, kept[1])
-        metrics |= {f"update_ratio/{rule}": r for rule, r in update_ratios(groups, updates, state.params).items()}
+        after = (params, buffers, with_part(state.opt_state, changed))
+        before = (state.params, state.buffers, state.opt_state)
+        params, buffers, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
+        after = TrainState(params, buffers, opt_state, state.step + 1, state.skipped + ~finite)
+        metrics = found | balance_metrics(load_LE, buffers)
+        metrics |= {f"update_ratio/{rule}": r for rule, r in update_ratios(groups, updates, trained).items()}
         metrics |= {
             "objective": total,
             "lr": rate(state.step - state.skipped),

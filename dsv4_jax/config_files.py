@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's configuration from a Python file, from typed command-line flags, and from a run's config.json."""
+
+import contextlib
+import dataclasses
+import io
+import re
+import runpy
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from dsv4_jax.config import Config, ModelConfig, Stage, keys
+from dsv4_jax.validate import ConfigError, Section, from_fields, nearest
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration that the Python file at `path` makes, with command-line overrides.
+
+    Args:
+        path: a file that defines `config()`, which returns a `Config`.
+        overrides: `--section.key value` pairs, typed like the fields.
+
+    Raises:
+        ConfigError: for a file that does not give a `Config`, an unknown key (naming the nearest valid
+            one), a value of the wrong type or one that breaks a rule.
+    """
+    config = made_by(path, "config")
+    if not isinstance(config, Config):
+        raise ConfigError(f"{path}: config() must return a dsv4_jax.config.Config, found {type(config).__name__}")
+    return _override(config, overrides)
+
+
+def made_by(path: str | Path, function: str) -> Any:
+    """What the function of that name in the Python file at `path` returns.
+
+    Raises:
+        ConfigError: naming the file, if there is none, or it fails.
+    """
+    try:
+        return runpy.run_path(str(path))[function]()
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}") from None
+    except TypeError as error:
+        unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+        sections = {c.__name__: c for c in (ModelConfig, *Section.__subclasses__())}
+        if unknown and unknown[1] in sections:
+            valid = [f.name for f in dataclasses.fields(sections[unknown[1]])]
+            what = f"unknown field {unknown[2]!r} of {unknown[1]}{nearest(unknown[2], valid)}"
+            raise ConfigError(f"{path}: {what}") from None
+        raise ConfigError(f"{path}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def config_from_json(tree: dict[str, Any]) -> Config:
+    """The configuration that a run directory's config.json holds.
+
+    Raises:
+        ConfigError: if a field is unknown, missing or unusable.
+    """
+    return _from_json(Config, tree, "config.json")
+
+
+def _from_json(cls: type[Any], tree: dict[str, Any], where: str) -> Any:
+    values: dict[str, Any] = {}
+    hints = typing.get_type_hints(cls)
+    for key, value in tree.items():
+        if dataclasses.is_dataclass(hints.get(key)):
+            value = _from_json(hints[key], value, f"{key} of {where}")
+        elif key == "stages":
+            value = tuple(_from_json(Stage, stage, f"{key} of {where}") for stage in value)
+        values[key] = tuple(value) if isinstance(value, list) else value
+    return from_fields(cls, values, where)
+
+
+def _override(config: Config, overrides: Sequence[str]) -> Config:
+    if not {"-h", "--help"} & set(overrides):
+        valid = keys(config)
+        for flag in (o for o in overrides if o.startswith("--")):
+            key = flag[2:].partition("=")[0].replace("-", "_")
+            negated = key.rpartition(".")[0] + "." + key.rpartition(".")[2].removeprefix("no_")
+            if key not in valid and negated not in valid:
+                raise ConfigError(f"unknown key {key!r}{nearest(key, valid)}")
+        # tyro prints its errors and exits; the text becomes the error of a library call.
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+                return tyro.cli(type(config), default=config, args=list(overrides))
+        except SystemExit:
+            words = re.sub(r"[─│╭╮╰╯]+|-{3,}", " ", said.getvalue())
+            words = re.split(r"Argument helptext|For full helptext", words)[0]
+            words = re.sub(r"^(Value error )?Error parsing \w+: ", "", " ".join(words.split()))
+            raise ConfigError(words) from None
+    return tyro.cli(type(config), default=config, args=list(overrides))

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Anticipatory routing: experts that are chosen some steps before they are used (V4 section 4.2.3).
+
+At step t one forward pass with the parameters and biases of step t chooses the experts of the batch of step t + d.
+At step t + d these are used, with weights from the scores of that step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from dsv4_jax.config import Config
+from dsv4_jax.mesh import act_spec
+from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.train.state import TrainState, abstract_model
+from dsv4_jax.train.step import accumulation_parts, model_inputs
+
+
+def learned_layers(cfg: ModelConfig) -> list[int]:
+    """Layers whose router chooses."""
+    return [i for i, spec in enumerate(cfg.layer_specs) if not spec.hashed]
+
+
+def route_type(cfg: ModelConfig) -> Any:
+    """The smallest type that numbers the experts."""
+    return jnp.uint8 if cfg.n_routed_experts <= 256 else jnp.uint16
+
+
+def route_shape(cfg: ModelConfig, batch: dict[str, jax.Array]) -> tuple[int, ...]:
+    """Shape of the choice for a batch."""
+    return *batch["ids"].shape, len(learned_layers(cfg)), cfg.n_activated_experts
+
+
+def abstract_routes(cfg: ModelConfig, count: int, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """So many choices of a shape, on the mesh that is set; whole on every device if it does not divide them."""
+    if not count:
+        return ()
+    mesh = jax.sharding.get_mesh()
+    splits = shape[0] % (mesh.shape["data"] * mesh.shape["expert"]) == 0 == shape[1] % mesh.shape["context"]
+    sharding = NamedSharding(mesh, act_spec(4) if splits else jax.P())
+    return (jax.ShapeDtypeStruct(shape, route_type(cfg), sharding=sharding),) * count
+
+
+def make_route(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], jax.Array]:
+    """The experts of a batch's tokens in all learned layers, [B, S, layers, k], by the state's parameters and biases.
+
+    The batch is computed in the parts of a training step.
+    """
+    graphdef, layers = nnx.graphdef(abstract_model(cfg)), learned_layers(cfg.model)
+
+    def route(state: TrainState, batch: dict[str, jax.Array]) -> jax.Array:
+        model = nnx.merge(graphdef, state.params, state.buffers)
+
+        def part(batch: dict[str, jax.Array]) -> jax.Array:
+            told = model.features(**model_inputs(batch), with_mtp=False).layers
+            return jnp.stack([told[i]["experts"] for i in layers], axis=2).astype(route_type(cfg.model))
+
+        if cfg.train.accumulate == 1:
+            return part(batch)
+        found = jax.lax.map(part, accumulation_parts(batch, cfg.train.accumulate))
+        spec = act_spec(4)
+        joined = jax.shard_map(lambda x: x.reshape(-1, *x.shape[2:]), in_specs=jax.P(None, *spec), out_specs=spec)
+        return joined(found)
+
+    return route
