@@ -14,7 +14,7 @@ import numpy as np
 from dsv4_jax.validate import ConfigError
 
 BINS = 200  # a curve of more than twice as many points is drawn as the mean and range of so many bins
-IMAGE, HELD_OUT = "_image", "eval_"  # NAME_image and eval_NAME go into the chart of NAME
+IMAGE, RANDOM, HELD_OUT = "_image", "_random", "eval_"  # NAME_image, NAME_random and eval_NAME: the chart of NAME
 RATIO = "update_ratio/"
 MISSING = "-"
 # Okabe and Ito's colours without yellow, which is pale on white.
@@ -28,7 +28,7 @@ SECTIONS = {
         "mtp_loss": ("MTP loss", "nats per token"),
         "balance_loss": ("Balance loss", "per token, summed over layers"),
         "indexer_loss": ("Indexer loss", "nats per token, summed over layers"),
-        "recall": ("Recall", "share"),
+        "recall": ("Recall of the indexer", "share of attention mass in its top-k"),
     },
     "Optimization": {"lr": ("Learning rate", "learning rate"), "grad_norm": ("Gradient norm", "norm")},
     "Experts": {
@@ -36,12 +36,15 @@ SECTIONS = {
         "load_dead": ("Experts without a token", "share of the experts"),
         "load_entropy": ("Entropy of the expert loads", "normalised, 1 is even"),
         "bias_max": ("Largest router bias", "absolute value"),
+        "clamped": ("Clamped activations", "share of SwiGLU activations"),
     },
     "Speed and lost steps": {
         "tokens_per_s": ("Speed", "tokens/s"),
         "skipped": ("Skipped steps", "steps so far"),
         "skipped_records": ("Skipped records", "bad records left out"),
+        "spikes": ("Spikes", "spikes so far"),
         "rollbacks": ("Rollbacks", "rollbacks so far"),
+        "lag": ("Anticipatory routing", "steps between routing and use"),
     },
 }
 
@@ -56,7 +59,9 @@ td:first-child, th:first-child { text-align: left; }
 figure { margin: 0; min-width: 0; } figure svg { display: block; width: 100%; max-width: 100%; height: auto; }
 figcaption b { display: block; } figcaption span { display: inline-block; margin-right: 16px; font-size: 13px; }
 i { display: inline-block; width: 22px; border-top: 3px solid; margin-right: 6px; vertical-align: middle; }
-i.dashed { border-top-style: dashed; } i.dot { width: 6px; height: 6px; border: 2px solid; border-radius: 50%; }
+i.dashed { border-top-style: dashed; }
+i.dot::before { content: ""; display: block; width: 5px; height: 5px; margin: -6px auto -3px; background: #fff;
+  border: 2px solid; border-radius: 50%; }
 """
 
 
@@ -195,7 +200,7 @@ def _differences(runs: Sequence[Run]) -> list[str]:
 
 def _chart_of(metric: str) -> str:
     """The metric that names the chart."""
-    return metric.removeprefix(HELD_OUT).removesuffix(IMAGE)
+    return metric.removeprefix(HELD_OUT).removesuffix(IMAGE).removesuffix(RANDOM)
 
 
 def _charts(runs: Sequence[Run]) -> list[str]:
@@ -251,13 +256,14 @@ def _chart(runs: Sequence[Run], axis: str, chart: str, title: str, unit: str) ->
             if len(x) > 2 * BINS:
                 x, y, low, high = _thinned(x, y)
                 axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
-            held_out, image = metric.startswith(HELD_OUT), metric.endswith(IMAGE)
-            (line,) = axes.plot(x, y, "--" if image else "-", color=colour, linewidth=1.2, gid=f"{metric}:{run.name}")
+            held_out, image, random = metric.startswith(HELD_OUT), metric.endswith(IMAGE), metric.endswith(RANDOM)
+            style = "dashed" if image or random else "solid"
+            (line,) = axes.plot(x, y, linestyle=style, color=colour, linewidth=1.2, gid=f"{metric}:{run.name}")
             if held_out or len(x) < 20:
                 line.set(marker="o", markersize=4, markerfacecolor="white")
-            words = [run.name, *["held out"] * held_out, *["image"] * image]
+            words = [run.name, *["held out"] * held_out, *["image"] * image, *["random choice"] * random]
             words += [f"{gaps:,} {'value' if gaps == 1 else 'values'} not finite"] * (gaps > 0)
-            key = "dot" if held_out else "dashed" if image else "solid"
+            key = style + " dot" * held_out
             legend.append(f'<span><i class="{key}" style="color:{colour}"></i>{html.escape(", ".join(words))}</span>')
     axes.set(xlabel=axis, yscale=scale)
     axes.set_title(unit, loc="left", fontsize="medium")

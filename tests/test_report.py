@@ -14,7 +14,7 @@ from dsv4_jax.validate import ConfigError
 
 ALL = (
     *("loss", "mtp_loss", "balance_loss", "indexer_loss", "objective", "recall", "lr", "grad_norm", "tokens_per_s"),
-    *("load_max", "load_dead", "load_entropy", "bias_max", "skipped", "rollbacks"),
+    *("load_max", "load_dead", "load_entropy", "bias_max", "clamped", "skipped", "spikes", "rollbacks", "lag"),
     *("update_ratio/muon", "update_ratio/adamw", "mystery"),
 )
 
@@ -41,6 +41,11 @@ def curves(text):
     return {name: len(re.findall("[ML]", path)) for name, path in found}
 
 
+def charts(text):
+    """The HTML of every chart by its title."""
+    return {re.search("<b>(.*?)</b>", chart)[1]: chart for chart in re.findall("(?s)<figure>.*?</figure>", text)}
+
+
 def cells(text):
     return [re.findall(r"<t[dh]>(.*?)</t[dh]>", row) for row in re.findall("<tr>.*?</tr>", text)]
 
@@ -58,6 +63,7 @@ def test_the_page_has_every_chart_and_needs_no_other_file(tmp_path):
     assert cells(text)[1] == ["one", "9", "4.608k", "0.6111", "1.1", "1.1", "0.7", "0.6111", "0.6111"]
     for words in ("Update to weights, muon", "nats per token", "<h2>Other</h2>", "<b>mystery</b>", "<!-- tokens -->"):
         assert words in text
+    assert len(charts(text[text.index("<h2>Other</h2>") :])) == 1  # the mystery alone
     assert "Differences in the configuration" not in text
 
 
@@ -102,6 +108,16 @@ def test_images_are_dashed_in_the_chart_of_the_text(tmp_path):
     text = page(tmp_path, a_run(tmp_path / "run", rows))
     assert text.count("<svg") == 2 and text.count('class="dashed"') == 1
     assert "run, image" in text and "run, held out, image" in text and "stroke-dasharray" in text
+
+
+def test_the_indexer_and_a_random_choice_share_a_chart(tmp_path):
+    rows = [step(n, [], eval_recall=0.9, eval_recall_random=0.2) for n in range(1, 4)]
+    text = page(tmp_path, a_run(tmp_path / "run", rows))
+    assert set(curves(text)) == {"eval_recall:run", "eval_recall_random:run"} and text.count("<svg") == 1
+    legend = re.findall("<span>.*?</span>", text)
+    assert [re.sub("<.*?>", "", entry) for entry in legend] == ["run, held out", "run, held out, random choice"]
+    assert 'class="solid dot"' in legend[0] and 'class="dashed dot"' in legend[1] and "stroke-dasharray" in text
+    assert "Recall of the indexer" in text
 
 
 def test_the_latest_of_repeated_steps_counts_and_later_ones_are_forgotten(tmp_path):
