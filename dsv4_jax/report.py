@@ -5,20 +5,23 @@ import dataclasses
 import html
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from dsv4_jax.validate import ConfigError
 
 BINS = 200  # a curve of more than twice as many points is drawn as the mean and range of so many bins
+EVENTS = 200  # the table shows so many events of a run, the last ones
+MARKS: dict[str, Literal["solid", "dashed"]] = {"rollback": "dashed", "stage": "solid"}  # events that every chart marks
 IMAGE, RANDOM, HELD_OUT = "_image", "_random", "eval_"  # NAME_image, NAME_random and eval_NAME: the chart of NAME
 RATIO = "update_ratio/"
 MISSING = "-"
 # Okabe and Ito's colours without yellow, which is pale on white.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+GREY = "#666666"
 
 # Section -> metric -> title and unit; every RATIO joins the optimization. What is not here goes into "Other".
 SECTIONS = {
@@ -54,29 +57,41 @@ body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; 
 h1 { font-size: 24px; } h2 { font-size: 18px; margin: 28px 0 8px; border-bottom: 1px solid #ddd; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; white-space: nowrap; }
 td, th { padding: 4px 14px 4px 0; text-align: right; border-bottom: 1px solid #eee; }
-td:first-child, th:first-child { text-align: left; }
+td:first-child, th:first-child, .events td, .events th { text-align: left; }
+.events { max-height: 320px; overflow-y: auto; } .events td { vertical-align: top; }
+.events td:last-child { white-space: normal; }
 .charts { display: grid; gap: 20px 24px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr)); }
 figure { margin: 0; min-width: 0; } figure svg { display: block; width: 100%; max-width: 100%; height: auto; }
 figcaption b { display: block; } figcaption span { display: inline-block; margin-right: 16px; font-size: 13px; }
 i { display: inline-block; width: 22px; border-top: 3px solid; margin-right: 6px; vertical-align: middle; }
-i.dashed { border-top-style: dashed; }
+i.dashed { border-top-style: dashed; } i.lost { border-top: 2px dotted; }
 i.dot::before { content: ""; display: block; width: 5px; height: 5px; margin: -6px auto -3px; background: #fff;
   border: 2px solid; border-radius: 50%; }
+i.bar { width: 0; height: 15px; border-top: 0; border-left: 2px solid; } i.bar.dashed { border-left-style: dashed; }
 """
+
+
+Series = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run as its files tell it: every metric's values and the steps that have one, and the configuration."""
+    """A run as its files tell it.
+
+    `series` has every metric's values and the steps that have one, and the steps themselves as "step". `lost` has
+    the same of each part that a rollback took back, from the last line before it. Events are step, kind and text.
+    """
 
     name: str
     steps: np.ndarray
-    series: dict[str, tuple[np.ndarray, np.ndarray]]
+    series: Series
     config: dict[str, Any]
+    lost: list[Series]
+    events: list[tuple[int, str, str]]
 
 
 def read_run(run_dir: Path) -> Run:
-    """Reads `metrics.jsonl`, and `config.json` if there is one.
+    """Reads `metrics.jsonl`, and `events.jsonl` and `config.json` if they are there.
 
     A line replaces the earlier ones of its step and of all later steps: those belong to a part of the run
     that was lost. A last line that was cut short is left out.
@@ -87,28 +102,50 @@ def read_run(run_dir: Path) -> Run:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
-    rows: list[dict[str, Any]] = []
-    lines = path.read_text(errors="replace").splitlines()
-    for number, line in enumerate(lines, 1):
-        row = _parsed(line)
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            if number == len(lines):
-                break
-            raise ConfigError(f"{path}, line {number}: expected a JSON object with a step, found {line[:60]!r}")
-        while rows and rows[-1]["step"] >= row["step"]:
-            rows.pop()
-        rows.append(row)
+    rows, lost = [], []
+    for row in _rows(path):
+        kept = len(rows)
+        while kept and rows[kept - 1]["step"] >= row["step"]:
+            kept -= 1
+        if kept < len(rows):
+            lost.append(_lost(rows, kept))
+        rows[kept:] = [row]
     if not rows:
         raise ConfigError(f"{path} holds no step yet")
-    steps, series = np.array([row["step"] for row in rows]), {}
-    for name in dict.fromkeys(name for row in rows for name in row if name != "step"):
-        values = [row[name] if isinstance(row[name], int | float) else np.nan for row in rows if name in row]
-        series[name] = (np.array([row["step"] for row in rows if name in row]), np.array(values, float))
-    config_path = run_dir / "config.json"
+    series = _series(rows)
+    events_path, config_path = run_dir / "events.jsonl", run_dir / "config.json"
+    events = _rows(events_path) if events_path.is_file() else ()
+    events = [(row["step"], str(row.get("event", "")), str(row.get("text", ""))) for row in events]
     config = _parsed(config_path.read_text()) if config_path.is_file() else {}
     if not isinstance(config, dict):
         raise ConfigError(f"{config_path} is not a JSON object")
-    return Run(run_dir.resolve().name, steps, series, config)
+    return Run(run_dir.resolve().name, series["step"][0], series, config, lost, events)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file that has one a line, each with a step, but for a last line that was cut short."""
+    lines = path.read_text(errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        row = _parsed(line)
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield row
+        elif number < len(lines):
+            raise ConfigError(f"{path}, line {number}: expected a JSON object with a step, found {line[:60]!r}")
+
+
+def _series(rows: Sequence[dict[str, Any]]) -> Series:
+    """Steps and values of everything that the rows have; NaN where a value is not a number."""
+    series = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] if isinstance(row[name], int | float) else np.nan for row in rows if name in row]
+        series[name] = (np.array([row["step"] for row in rows if name in row]), np.array(values, float))
+    return series
+
+
+def _lost(rows: Sequence[dict[str, Any]], kept: int) -> Series:
+    """What the rows after the first `kept` have a number of, from the row before them on."""
+    series = _series(rows[max(kept - 1, 0) :])
+    return {name: series[name] for name, (_, y) in _series(rows[kept:]).items() if np.isfinite(y).any()}
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
@@ -124,7 +161,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
         for run, run_dir in zip(read, runs, strict=True)
     ]
     title = html.escape("Training report: " + ", ".join(run.name for run in read))
-    body = [f"<h1>{title}</h1>", _table(_overview(read)), *_differences(read), *_charts(read)]
+    body = [f"<h1>{title}</h1>", _table(_overview(read)), *_events(read), *_differences(read), *_charts(read)]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     page = f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head><body>'
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -148,11 +185,11 @@ def _parsed(text: str) -> Any:
         return None
 
 
-def _table(rows: Iterable[Sequence[str]]) -> str:
+def _table(rows: Iterable[Sequence[str]], look: str = "") -> str:
     """An HTML table of plain texts, of which the first row is the heading."""
     line = lambda row, tag: "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
     lines = [line(row, "td" if i else "th") for i, row in enumerate(rows)]
-    return '<div class="wide"><table>' + "\n".join(lines) + "</table></div>"
+    return f'<div class="wide {look}"><table>' + "\n".join(lines) + "</table></div>"
 
 
 def _overview(runs: Sequence[Run]) -> list[list[str]]:
@@ -177,6 +214,20 @@ def _overview(runs: Sequence[Run]) -> list[list[str]]:
     return rows
 
 
+def _events(runs: Sequence[Run]) -> list[str]:
+    """A table of the last events of every run, if there are any."""
+    several = len(runs) > 1
+    rows = [
+        [*[run.name] * several, f"{step:,}", kind, text] for run in runs for step, kind, text in run.events[-EVENTS:]
+    ]
+    left_out = sum(max(len(run.events) - EVENTS, 0) for run in runs)
+    if not rows:
+        return []
+    head = [*["run"] * several, "step", "event", "what happened"]
+    note = [f"<p>{left_out:,} earlier {'event is' if left_out == 1 else 'events are'} left out.</p>"] * (left_out > 0)
+    return ["<h2>Events</h2>", *note, _table([head, *rows], "events")]
+
+
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """`{"model": {"dim": 8}}` as `{"model.dim": "8"}`."""
     flat = {}
@@ -198,6 +249,17 @@ def _differences(runs: Sequence[Run]) -> list[str]:
     return ["<h2>Differences in the configuration</h2>", table]
 
 
+def _parts(run: Run) -> list[Series]:
+    """What the run kept, and then what it lost."""
+    return [run.series, *run.lost]
+
+
+def _metrics(run: Run, chart: str | None = None) -> list[str]:
+    """The names of everything that the run measured, or of what belongs to a chart, its own metric first."""
+    names = {name for part in _parts(run) for name in part} - {"step", "tokens"}
+    return sorted((x for x in names if chart in (None, _chart_of(x))), key=lambda x: (x != chart, x))
+
+
 def _chart_of(metric: str) -> str:
     """The metric that names the chart."""
     return metric.removeprefix(HELD_OUT).removesuffix(IMAGE).removesuffix(RANDOM)
@@ -205,14 +267,14 @@ def _chart_of(metric: str) -> str:
 
 def _charts(runs: Sequence[Run]) -> list[str]:
     """Headings and charts of everything that has a value; `tokens` is the x axis if every run has it throughout."""
-    found = sorted({_chart_of(metric) for run in runs for metric in run.series if metric != "tokens"})
+    found = sorted({_chart_of(metric) for run in runs for metric in _metrics(run)})
     ratios = [name for name in found if name.startswith(RATIO)]
     groups = {name: (f"Update to weights, {name.removeprefix(RATIO)}", "ratio of norms") for name in ratios}
     sections = SECTIONS | {"Optimization": SECTIONS["Optimization"] | groups}
     named = {metric for charts in sections.values() for metric in charts}
     sections["Other"] = {name: (name, "value") for name in found if name not in named}
-    counted = [(run, run.series.get("tokens", (None, np.array([])))[1]) for run in runs]
-    axis = "tokens" if all(np.isfinite(x).sum() == len(run.steps) for run, x in counted) else "step"
+    counted = [(part["step"][1], part.get("tokens", (None, np.array([])))[1]) for run in runs for part in _parts(run)]
+    axis = "tokens" if all(np.isfinite(x).sum() == len(steps) for steps, x in counted) else "step"
     parts = []
     for section, charts in sections.items():
         drawn = [_chart(runs, axis, metric, *chart) for metric, chart in charts.items() if metric in found]
@@ -231,41 +293,90 @@ def _colours(count: int) -> list[str]:
     return [to_hex(colour) for colour in colormaps["viridis"](np.linspace(0, 0.9, count))]
 
 
-def _thinned(x: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
-    """x, mean, least and largest y in each of BINS bins of equally many points; NaN where a bin has no finite y."""
-    width = -(-len(x) // BINS)
+def _thinned(x: np.ndarray, y: np.ndarray, width: int) -> np.ndarray:
+    """x, mean, least and largest y in each bin of `width` points; NaN where a bin has no finite y."""
     binned = lambda a: np.ma.masked_invalid(np.append(a, np.full(-len(a) % width, np.nan)).reshape(-1, width))
     x, y = binned(x), binned(y)
-    return [np.ma.filled(a, np.nan) for a in (x.mean(1), y.mean(1), y.min(1), y.max(1))]
+    return np.stack([np.ma.filled(a, np.nan) for a in (x.mean(1), y.mean(1), y.min(1), y.max(1))])
+
+
+def _plot(axes: Any, axis: str, parts: Sequence[Series], metric: str, alpha: float, **look: Any) -> None:
+    """Draws what the parts have of a metric as one line with gaps between them, and its range if it is thinned."""
+    gap, pieces = np.full((4, 1), np.nan), []
+    points = sum(len(part[metric][0]) for part in parts)
+    width = 1 if points <= 2 * BINS else -(-points // BINS)
+    for part in parts:
+        steps, y = part[metric]
+        y = np.where(np.isfinite(y) & ((y > 0) | (axes.get_yscale() != "log")), y, np.nan)
+        pieces += [gap, _thinned(np.interp(steps, *part[axis]), y, width)]
+    x, y, low, high = np.concatenate(pieces, axis=1)
+    if width > 1:
+        axes.fill_between(x, low, high, color=look["color"], alpha=0.12 * alpha, linewidth=0)
+    (line,) = axes.plot(x, y, alpha=alpha, **look)
+    if metric.startswith(HELD_OUT) or points < 20:
+        line.set(marker="o", markersize=4, markerfacecolor="white")
+
+
+def _places(run: Run, axis: str, steps: Sequence[int]) -> np.ndarray:
+    """Where steps of a run, of kept or lost parts, lie on the axis."""
+    if axis == "step":
+        return np.array(steps)
+    known, x = (np.concatenate([part[name][1] for part in _parts(run)]) for name in ("step", axis))
+    order = np.argsort(known, kind="stable")
+    return np.interp(steps, known[order], x[order])
+
+
+def _entry(look: str, colour: str, words: Iterable[str]) -> str:
+    """An entry of a legend."""
+    return f'<span><i class="{look}" style="color:{colour}"></i>{html.escape(", ".join(words))}</span>'
 
 
 def _chart(runs: Sequence[Run], axis: str, chart: str, title: str, unit: str) -> str:
-    """A chart of a metric, its held-out values and those of images, in every run, with a legend in HTML."""
+    """A chart of a metric, its held-out values and those of images, in every run, with a legend in HTML.
+
+    The parts that were lost are faint and dotted, and add half of its height to either side of the chart at most.
+    """
     from matplotlib.figure import Figure
 
-    scale = "log" if chart == "grad_norm" or chart.startswith(RATIO) else "linear"
     figure = Figure(figsize=(6, 3.1))
     axes = figure.add_axes((0.115, 0.15, 0.865, 0.77))
+    scale = "log" if chart == "grad_norm" or chart.startswith(RATIO) else "linear"
+    axes.set_yscale(scale)
+    colours = _colours(len(runs))
+    curves = [(run, name, colour) for run, colour in zip(runs, colours, strict=True) for name in _metrics(run, chart)]
     legend = []
-    for run, colour in zip(runs, _colours(len(runs)), strict=True):
-        for metric in sorted((name for name in run.series if _chart_of(name) == chart), key=lambda name: name != chart):
-            steps, y = run.series[metric]
-            x = run.series["tokens"][1][np.searchsorted(run.steps, steps)] if axis == "tokens" else steps
-            gaps = int((~np.isfinite(y)).sum())
-            y = np.where(np.isfinite(y) & ((y > 0) | (scale != "log")), y, np.nan)
-            if len(x) > 2 * BINS:
-                x, y, low, high = _thinned(x, y)
-                axes.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
-            held_out, image, random = metric.startswith(HELD_OUT), metric.endswith(IMAGE), metric.endswith(RANDOM)
-            style = "dashed" if image or random else "solid"
-            (line,) = axes.plot(x, y, linestyle=style, color=colour, linewidth=1.2, gid=f"{metric}:{run.name}")
-            if held_out or len(x) < 20:
-                line.set(marker="o", markersize=4, markerfacecolor="white")
-            words = [run.name, *["held out"] * held_out, *["image"] * image, *["random choice"] * random]
-            words += [f"{gaps:,} {'value' if gaps == 1 else 'values'} not finite"] * (gaps > 0)
-            key = style + " dot" * held_out
-            legend.append(f'<span><i class="{key}" style="color:{colour}"></i>{html.escape(", ".join(words))}</span>')
-    axes.set(xlabel=axis, yscale=scale)
+    for run, metric, colour in curves:
+        if metric not in run.series:
+            continue
+        held_out, image, random = metric.startswith(HELD_OUT), metric.endswith(IMAGE), metric.endswith(RANDOM)
+        style = "dashed" if image or random else "solid"
+        gid = f"{metric}:{run.name}"
+        _plot(axes, axis, [run.series], metric, 1, color=colour, linewidth=1.2, linestyle=style, gid=gid)
+        gaps = int((~np.isfinite(run.series[metric][1])).sum())
+        words = [run.name, *["held out"] * held_out, *["image"] * image, *["random choice"] * random]
+        words += [f"{gaps:,} {'value' if gaps == 1 else 'values'} not finite"] * (gaps > 0)
+        legend.append(_entry(style + " dot" * held_out, colour, words))
+    kept = axes.get_ylim() if np.isfinite(axes.dataLim.y0) else None
+    lost = [(curve, parts) for curve in curves if (parts := [part for part in curve[0].lost if curve[1] in part])]
+    for (run, metric, colour), parts in lost:
+        gid = f"lost {metric}:{run.name}"
+        _plot(axes, axis, parts, metric, 0.7, color=colour, linewidth=1.2, linestyle="dotted", zorder=1.5, gid=gid)
+    if lost:
+        legend.append(_entry("lost", GREY, ["rolled back"]))
+        if kept:
+            to = axes.yaxis.get_transform()
+            low, high = to.transform(kept)
+            margin = (high - low) / 2
+            drawn = np.clip(to.transform(axes.dataLim.intervaly), low - margin, high + margin)
+            axes.set_ylim(*to.inverted().transform((min(low, drawn[0]), max(high, drawn[1]))))
+    for kind, style in MARKS.items():
+        for run, colour in zip(runs, colours if len(runs) > 1 else [GREY], strict=True):
+            x = _places(run, axis, [step for step, event, _ in run.events if event == kind])
+            lines = axes.vlines(x, 0, 1, colour, style, linewidth=0.8, transform=axes.get_xaxis_transform())
+            lines.set_gid(f"{kind}:{run.name}")
+        if any(event == kind for run in runs for _, event, _ in run.events):
+            legend.append(_entry(f"bar {style}", GREY, [kind]))
+    axes.set_xlabel(axis)
     axes.set_title(unit, loc="left", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -31,6 +31,12 @@ def a_run(folder, rows, config=None, tail=""):
     return folder
 
 
+def with_events(run, *events, tail=""):
+    rows = [dict(zip(("step", "event", "text"), event, strict=False)) for event in events]
+    (run / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + tail)
+    return run
+
+
 def page(tmp_path, *runs):
     return write_report(runs, tmp_path / "page.html").read_text(encoding="utf-8")
 
@@ -39,6 +45,12 @@ def curves(text):
     """The chart's curves by `metric:run`, with the number of points that each has."""
     found = re.findall(r'<g id="([^"]*:[^"]*)">\s*<path d="([^"]*)"', text)
     return {name: len(re.findall("[ML]", path)) for name, path in found}
+
+
+def corners(text, curve):
+    """Every place that a curve has a corner in, as arrays of x and y on the picture, where y points down."""
+    (path,) = re.findall(rf'<g id="{re.escape(curve)}">\s*<path d="([^"]*)"', text)
+    return np.array(re.findall(r"[ML] (\S+) (\S+)", path), float).T
 
 
 def charts(text):
@@ -64,7 +76,8 @@ def test_the_page_has_every_chart_and_needs_no_other_file(tmp_path):
     for words in ("Update to weights, muon", "nats per token", "<h2>Other</h2>", "<b>mystery</b>", "<!-- tokens -->"):
         assert words in text
     assert len(charts(text[text.index("<h2>Other</h2>") :])) == 1  # the mystery alone
-    assert "Differences in the configuration" not in text
+    for words in ("Differences in the configuration", "<h2>Events</h2>", "rolled back", 'class="bar'):
+        assert words not in text
 
 
 def test_runs_overlay_in_the_same_charts(tmp_path):
@@ -120,10 +133,109 @@ def test_the_indexer_and_a_random_choice_share_a_chart(tmp_path):
     assert "Recall of the indexer" in text
 
 
-def test_the_latest_of_repeated_steps_counts_and_later_ones_are_forgotten(tmp_path):
+def test_the_latest_of_repeated_steps_counts_and_later_ones_are_lost(tmp_path):
     rows = [step(n, loss=1.0) for n in (1, 2, 3, 4)] + [step(n, loss=2.0) for n in (2, 3)]
+    rows += [step(n, loss=3.0) for n in (1, 2)]
     run = read_run(a_run(tmp_path / "run", rows))
-    assert run.steps.tolist() == [1, 2, 3] and run.series["loss"][1].tolist() == [1, 2, 2]
+    assert run.steps.tolist() == [1, 2] and run.series["loss"][1].tolist() == [3, 3]
+    lost = [[values.tolist() for values in part["loss"]] for part in run.lost]
+    assert lost == [[[1, 2, 3, 4], [1, 1, 1, 1]], [[1, 2, 3], [1, 2, 2]]]  # each from the step that it left
+
+
+def rolled_back(folder, spike=0.5):
+    """Steps 1 to 30, of which 21 to 30 are lost, and 21 to 40; a held-out loss at every tenth."""
+    before = [step(n, ["loss", "lr"], loss=2.0 + (n == 29) * spike - n / 40) for n in range(1, 31)]
+    after = [step(n, ["loss", "lr"], loss=2.0 - n / 40, late=1.0) for n in range(21, 41)]
+    rows = [row | ({"eval_loss": 3.0} if row["step"] % 10 == 0 else {}) for row in (*before, *after)]
+    for row in rows[20:30]:
+        row["lr"] = None  # nothing that could be drawn
+    return a_run(folder, rows)
+
+
+def test_what_was_rolled_back_is_faint_in_the_charts_and_nowhere_else(tmp_path):
+    text = page(tmp_path, rolled_back(tmp_path / "run"))
+    assert cells(text)[1][:5] == ["run", "40", "20.48k", "1", "3"]
+    found = curves(text)
+    assert found["loss:run"] == 40 and found["lost loss:run"] == 11 and found["lost eval_loss:run"] == 2
+    assert set(found) == {"loss:run", "eval_loss:run", "lost loss:run", "lost eval_loss:run", "lr:run", "late:run"}
+    (group,) = re.findall(r'(?s)<g id="lost loss:run">.*?</g>', text)
+    assert f"stroke: {report.PALETTE[0]}" in group and "stroke-dasharray" in group and "stroke-opacity: 0.7" in group
+    entries = {title: chart.count("rolled back") for title, chart in charts(text).items()}
+    assert entries == {"Next-token loss": 1, "Learning rate": 0, "late": 0}
+    x, _ = corners(text, "loss:run")
+    assert corners(text, "lost loss:run")[0] == pytest.approx(x[19:30])
+
+
+def test_lost_parts_are_not_joined(tmp_path):
+    rows = [step(n, ["loss"]) for n in (*range(1, 8), *range(5, 13), 11, 12)]
+    text = page(tmp_path, a_run(tmp_path / "run", rows))
+    (path,) = re.findall(r'<g id="lost loss:run">\s*<path d="([^"]*)"', text)
+    assert re.findall("[ML]", path) == [*"MLLL", *"MLL"]  # from 4 to 7 and from 10 to 12
+    assert corners(text, "lost loss:run") == pytest.approx(corners(text, "loss:run")[:, [3, 4, 5, 6, 9, 10, 11]])
+
+
+def test_a_held_out_value_before_the_loss_is_not_lost(tmp_path):
+    rows = [step(1, ["loss"], eval_loss=1.0), step(2, ["loss"]), step(2, ["loss"])]
+    assert set(curves(page(tmp_path, a_run(tmp_path / "run", rows)))) == {"loss:run", "eval_loss:run", "lost loss:run"}
+
+
+@pytest.mark.parametrize("spike", [1e9, -1e9])
+def test_a_lost_spike_does_not_flatten_the_curve(tmp_path, spike):
+    height = lambda text: np.ptp(corners(text, "loss:run")[1])
+    calm, spiky = (page(tmp_path, rolled_back(tmp_path / str(size) / "run", size)) for size in (0.0, spike))
+    assert 0.6 * height(calm) < height(spiky) < 0.7 * height(calm)
+
+
+def test_rollbacks_and_stages_are_marked_where_they_happened(tmp_path):
+    rows = [step(n, ["loss", "lr"]) for n in (*range(1, 31), *range(21, 24))]  # the run did not get to 30 again
+    events = [(5, "stage", "sparse"), (9, "stage"), (30, "spike", "loss 9"), (30, "rollback", "to 20")]
+    run = with_events(a_run(tmp_path / "run", rows), *events)
+    several = page(tmp_path, run, a_run(tmp_path / "old", [{"step": 1, "loss": 1.0}]))
+    for text, colour in ((page(tmp_path, run), report.GREY), (several, report.PALETTE[0])):
+        for chart, metric in (("Next-token loss", "loss"), ("Learning rate", "lr")):
+            picture = charts(text)[chart]
+            for kind, curve, points in (("stage", metric, [4, 8]), ("rollback", f"lost {metric}", [10])):
+                assert picture.count(f"></i>{kind}</span>") == 1
+                (group,) = re.findall(rf'(?s)<g id="{kind}:run">.*?</g>', picture)
+                lines = np.array(re.findall(r"(?s)M (\S+) (\S+) \nL (\S+) (\S+)", group), float)
+                assert group.count(f"stroke: {colour}") == len(points)
+                assert (np.ptp(lines[:, 1::2], axis=1) > 100).all()  # from the bottom to the top
+                assert lines[:, 0] == pytest.approx(corners(picture, f"{curve}:run")[0][points])
+                assert lines[:, 2] == pytest.approx(lines[:, 0])
+        assert "spike:" not in text and "></i>spike" not in text
+
+
+def test_events_are_a_table_before_the_charts(tmp_path):
+    run = with_events(
+        a_run(tmp_path / "run", [step(1, ["loss"])]), (1234, "spike", "loss <7>"), (7,), tail='{"step": 3, "ev'
+    )
+    text = page(tmp_path, run)
+    assert cells(text)[2:] == [
+        ["step", "event", "what happened"],
+        ["1,234", "spike", "loss &lt;7&gt;"],
+        ["7", "", ""],
+    ]
+    assert text.index("<h2>Events</h2>") < text.index("<svg") and "left out" not in text
+    text = page(
+        tmp_path,
+        run,
+        a_run(tmp_path / "calm", [step(1, ["loss"])]),
+        with_events(a_run(tmp_path / "none", [step(1, ["loss"])])),
+    )
+    assert [row for row in cells(text) if "spike" in row] == [["run", "1,234", "spike", "loss &lt;7&gt;"]]
+
+
+def test_only_the_last_events_are_shown(tmp_path):
+    runs = [
+        with_events(a_run(tmp_path / name, [step(1, ["loss"])]), *((n, "odd", name) for n in range(count)))
+        for name, count in (("few", 200), ("many", 201), ("most", 1300))
+    ]
+    shown = lambda text: [row[-3] for row in cells(text) if row[-2] == "odd"]
+    assert len(shown(page(tmp_path, runs[0]))) == 200 and "left out" not in page(tmp_path, runs[0])
+    assert shown(page(tmp_path, runs[1]))[::199] == ["1", "200"]
+    assert "<p>1 earlier event is left out.</p>" in page(tmp_path, runs[1])
+    text = page(tmp_path, *runs)
+    assert len(shown(text)) == 600 and "<p>1,101 earlier events are left out.</p>" in text
 
 
 @pytest.mark.parametrize("tail", ['{"step": 3, "lo', "{", '{"loss": 1}', "\0\0\0"])
@@ -160,6 +272,7 @@ def test_what_cannot_be_read_ends_with_a_short_message(tmp_path, capsys):
         "no step yet": a_run(tmp_path / "empty", []),
         "holds no step": a_run(tmp_path / "cut", [], tail='{"step": 1, '),
         "line 1": a_run(tmp_path / "middle", [], tail="oops\n" + json.dumps(step(2))),
+        "events.jsonl, line 1": with_events(a_run(tmp_path / "events", [step(1)]), (None,), (1,)),
         "config.json is not": a_run(tmp_path / "list", [step(1)], [1]),
         "is a folder": a_run(tmp_path / "folder", [step(1)]),
     }
@@ -186,6 +299,14 @@ def test_the_command_says_what_it_wrote_and_what_it_lacks(tmp_path, capsys, monk
     assert stopped.value.code == 2 and "dsv4_jax[lab]" in capsys.readouterr().err
 
 
+def test_a_long_lost_part_is_thinned(tmp_path):
+    noise = np.random.default_rng(0).normal(1, 0.1, 6001)
+    rows = [step(n, [], loss=noise[n]) for n in (*range(1, 6001), *range(3001, 3101))]
+    text = page(tmp_path, a_run(tmp_path / "run", rows))
+    assert 100 < curves(text)["lost loss:run"] <= report.BINS
+    assert text.count("FillBetweenPolyCollection") == 2  # the ranges of what is kept and of what is lost
+
+
 @pytest.mark.slow
 def test_a_long_run_is_thinned(tmp_path):
     noise = np.random.default_rng(0).normal(1, 0.1, 100_000).round(5).tolist()
@@ -194,7 +315,7 @@ def test_a_long_run_is_thinned(tmp_path):
     run = a_run(tmp_path / "run", rows)
     text = page(tmp_path, run)
     assert len(text) < 2e6 and 100 < curves(text)["loss:run"] <= report.BINS
-    x, mean, low, high = report._thinned(*read_run(run).series["loss"])
+    x, mean, low, high = report._thinned(*read_run(run).series["loss"], width=500)
     assert len(x) == report.BINS and np.isfinite(mean).all() and high.max() == 9 and (low <= mean).all()
 
 
