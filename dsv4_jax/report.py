@@ -4,6 +4,7 @@
 import dataclasses
 import html
 import io
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,13 +18,14 @@ BINS = 200  # a curve of more than twice as many points is drawn as the mean and
 EVENTS = 200  # the table shows so many events of a run, the last ones
 MARKS: dict[str, Literal["solid", "dashed"]] = {"rollback": "dashed", "stage": "solid"}  # events that every chart marks
 IMAGE, RANDOM, HELD_OUT = "_image", "_random", "eval_"  # NAME_image, NAME_random and eval_NAME: the chart of NAME
-RATIO = "update_ratio/"
+RATIO, LAYERS = "update_ratio/", "load_max/"
 MISSING = "-"
 # Okabe and Ito's colours without yellow, which is pale on white.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 GREY = "#666666"
 
-# Section -> metric -> title and unit; every RATIO joins the optimization. What is not here goes into "Other".
+# Section -> metric -> title and unit; every RATIO joins the optimization, all LAYERS are one chart for each run.
+# What is not here goes into "Other".
 SECTIONS = {
     "Losses": {
         "loss": ("Next-token loss", "nats per token"),
@@ -36,6 +38,7 @@ SECTIONS = {
     "Optimization": {"lr": ("Learning rate", "learning rate"), "grad_norm": ("Gradient norm", "norm")},
     "Experts": {
         "load_max": ("Largest expert load", "largest / mean tokens of an expert"),
+        LAYERS: ("Largest expert load by layer", "largest / mean tokens of an expert"),
         "load_dead": ("Experts without a token", "share of the experts"),
         "load_entropy": ("Entropy of the expert loads", "normalised, 1 is even"),
         "bias_max": ("Largest router bias", "absolute value"),
@@ -68,6 +71,7 @@ i.dashed { border-top-style: dashed; } i.lost { border-top: 2px dotted; }
 i.dot::before { content: ""; display: block; width: 5px; height: 5px; margin: -6px auto -3px; background: #fff;
   border: 2px solid; border-radius: 50%; }
 i.bar { width: 0; height: 15px; border-top: 0; border-left: 2px solid; } i.bar.dashed { border-left-style: dashed; }
+i.scale { width: 90px; height: 10px; border: 0; margin: 0 6px; }
 """
 
 
@@ -262,6 +266,8 @@ def _metrics(run: Run, chart: str | None = None) -> list[str]:
 
 def _chart_of(metric: str) -> str:
     """The metric that names the chart."""
+    if metric.startswith(LAYERS):
+        return LAYERS
     return metric.removeprefix(HELD_OUT).removesuffix(IMAGE).removesuffix(RANDOM)
 
 
@@ -277,20 +283,30 @@ def _charts(runs: Sequence[Run]) -> list[str]:
     axis = "tokens" if all(np.isfinite(x).sum() == len(steps) for steps, x in counted) else "step"
     parts = []
     for section, charts in sections.items():
-        drawn = [_chart(runs, axis, metric, *chart) for metric, chart in charts.items() if metric in found]
+        drawn = []
+        for chart, (title, unit) in charts.items():
+            if chart == LAYERS:
+                with_layers = [run for run in runs if _metrics(run, LAYERS)]
+                titles = [title + f", {run.name}" * (len(runs) > 1) for run in with_layers]
+                drawn += [_chart([run], axis, LAYERS, of, unit) for run, of in zip(with_layers, titles, strict=True)]
+            elif chart in found:
+                drawn.append(_chart(runs, axis, chart, title, unit))
         if drawn:
             parts += [f"<h2>{section}</h2>", '<div class="charts">', *drawn, "</div>"]
     return parts
 
 
-def _colours(count: int) -> list[str]:
-    """A colour for every run: the palette, or for more runs a colour map that is also safe."""
+def _gradient(count: int) -> list[str]:
+    """Colours along a map that is safe for every eye."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
-    if count <= len(PALETTE):
-        return list(PALETTE[:count])
     return [to_hex(colour) for colour in colormaps["viridis"](np.linspace(0, 0.9, count))]
+
+
+def _colours(count: int) -> list[str]:
+    """A colour for every run: the palette, or for more runs a gradient."""
+    return list(PALETTE[:count]) if count <= len(PALETTE) else _gradient(count)
 
 
 def _thinned(x: np.ndarray, y: np.ndarray, width: int) -> np.ndarray:
@@ -331,10 +347,26 @@ def _entry(look: str, colour: str, words: Iterable[str]) -> str:
     return f'<span><i class="{look}" style="color:{colour}"></i>{html.escape(", ".join(words))}</span>'
 
 
+def _layers(run: Run) -> tuple[list[tuple[Run, str, str]], list[str]]:
+    """The curves of all layers, in their order, and the legend: a scale of colours for what the palette cannot tell."""
+    number = lambda metric: metric.removeprefix(LAYERS)
+    metrics = sorted(_metrics(run, LAYERS), key=lambda x: (not number(x).isdigit(), len(x), x))
+    words = [f"layer {number(x)}" if number(x).isdigit() else number(x) for x in metrics]
+    colours, legend, scaled = _colours(len(metrics)), [], 0
+    if len(metrics) > len(PALETTE):
+        scaled = sum(number(x).isdigit() for x in metrics)
+        colours = _gradient(scaled) + list(itertools.islice(itertools.cycle(PALETTE[1:]), len(metrics) - scaled))
+        ramp = f"background:linear-gradient(90deg,{','.join(colours[:scaled])})"
+        legend = [f'<span>{words[0]}<i class="scale" style="{ramp}"></i>{words[scaled - 1]}</span>']
+    legend += [_entry("solid", colour, [word]) for word, colour in list(zip(words, colours, strict=True))[scaled:]]
+    return [(run, metric, colour) for metric, colour in zip(metrics, colours, strict=True)], legend
+
+
 def _chart(runs: Sequence[Run], axis: str, chart: str, title: str, unit: str) -> str:
     """A chart of a metric, its held-out values and those of images, in every run, with a legend in HTML.
 
     The parts that were lost are faint and dotted, and add half of its height to either side of the chart at most.
+    The chart of LAYERS is that of one run.
     """
     from matplotlib.figure import Figure
 
@@ -344,23 +376,25 @@ def _chart(runs: Sequence[Run], axis: str, chart: str, title: str, unit: str) ->
     axes.set_yscale(scale)
     colours = _colours(len(runs))
     curves = [(run, name, colour) for run, colour in zip(runs, colours, strict=True) for name in _metrics(run, chart)]
-    legend = []
+    curves, legend = _layers(runs[0]) if chart == LAYERS else (curves, [])
+    width = 0.7 if chart == LAYERS and len(curves) > len(PALETTE) else 1.2
     for run, metric, colour in curves:
         if metric not in run.series:
             continue
         held_out, image, random = metric.startswith(HELD_OUT), metric.endswith(IMAGE), metric.endswith(RANDOM)
         style = "dashed" if image or random else "solid"
         gid = f"{metric}:{run.name}"
-        _plot(axes, axis, [run.series], metric, 1, color=colour, linewidth=1.2, linestyle=style, gid=gid)
+        _plot(axes, axis, [run.series], metric, 1, color=colour, linewidth=width, linestyle=style, gid=gid)
         gaps = int((~np.isfinite(run.series[metric][1])).sum())
         words = [run.name, *["held out"] * held_out, *["image"] * image, *["random choice"] * random]
         words += [f"{gaps:,} {'value' if gaps == 1 else 'values'} not finite"] * (gaps > 0)
-        legend.append(_entry(style + " dot" * held_out, colour, words))
+        if chart != LAYERS:
+            legend.append(_entry(style + " dot" * held_out, colour, words))
     kept = axes.get_ylim() if np.isfinite(axes.dataLim.y0) else None
     lost = [(curve, parts) for curve in curves if (parts := [part for part in curve[0].lost if curve[1] in part])]
     for (run, metric, colour), parts in lost:
         gid = f"lost {metric}:{run.name}"
-        _plot(axes, axis, parts, metric, 0.7, color=colour, linewidth=1.2, linestyle="dotted", zorder=1.5, gid=gid)
+        _plot(axes, axis, parts, metric, 0.7, color=colour, linewidth=width, linestyle="dotted", zorder=1.5, gid=gid)
     if lost:
         legend.append(_entry("lost", GREY, ["rolled back"]))
         if kept:

@@ -238,6 +238,32 @@ def test_only_the_last_events_are_shown(tmp_path):
     assert len(shown(text)) == 600 and "<p>1,101 earlier events are left out.</p>" in text
 
 
+def layers(folder, count):
+    rows = [step(n, ["load_max", "load_max/mtp", *(f"load_max/{i}" for i in range(count))]) for n in range(1, 4)]
+    return a_run(folder, rows)
+
+
+def test_many_layers_are_a_chart_with_a_scale_of_colours(tmp_path):
+    text = page(tmp_path, layers(tmp_path / "run", 43))
+    pictures = charts(text)
+    assert set(pictures) == {"Largest expert load", "Largest expert load by layer"}
+    picture = pictures["Largest expert load by layer"]
+    assert set(curves(picture)) == {f"load_max/{name}:run" for name in (*range(43), "mtp")}
+    scale = re.search(r"<span>layer 0<i[^>]*gradient\(90deg,(.*?)\)\"></i>layer 42</span>", picture)[1].split(",")
+    assert picture.count("<span>") == 2 and "</i>mtp</span>" in picture
+    drawn = [re.search(rf'(?s)id="load_max/{i}:run">.*?stroke: (#\w+)', picture)[1] for i in range(43)]
+    assert drawn == scale and len(set(drawn)) == 43
+
+
+def test_few_layers_are_named_and_every_run_has_a_chart_of_them(tmp_path):
+    runs = [layers(tmp_path / "a", 2), layers(tmp_path / "b", 3), a_run(tmp_path / "c", [step(1, ["load_max"])])]
+    pictures = charts(page(tmp_path, *runs))
+    assert set(pictures) == {"Largest expert load", *(f"Largest expert load by layer, {name}" for name in "ab")}
+    names = re.findall("</i>(.*?)</span>", pictures["Largest expert load by layer, b"])
+    assert names == ["layer 0", "layer 1", "layer 2", "mtp"]
+    assert all(name.endswith(":a") for name in curves(pictures["Largest expert load by layer, a"]))
+
+
 @pytest.mark.parametrize("tail", ['{"step": 3, "lo', "{", '{"loss": 1}', "\0\0\0"])
 def test_a_last_line_cut_short_is_left_out(tmp_path, tail):
     assert read_run(a_run(tmp_path / "run", [step(1), step(2)], tail=tail)).steps.tolist() == [1, 2]
