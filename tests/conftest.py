@@ -38,6 +38,7 @@ settings.register_profile("default", deadline=None, derandomize=True, max_exampl
 settings.load_profile("default")
 
 
+_PROGRAMS = {}
 LONGEST = [
     *("test_mesh.py", "test_train.py", "test_kill.py", "test_golden.py", "test_dspark.py", "test_v41.py"),
     *("test_experts.py", "test_vision.py", "test_engram.py"),
@@ -72,3 +73,37 @@ def pro() -> Golden:
 def golden(request) -> Golden:
     """Each golden model."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def cheap_compilation():
+    """Few steps are run here: what the loop asks of XLA on CPU would not pay; and equal programs are made once."""
+    from dsv4_jax.train import loop, step
+
+    program = loop._Trainer.program
+
+    def once(trainer, leg, name, state, batch):
+        train = leg.cfg.train
+        train = (train.stage, train.seed, train.steps, train.accumulate, train.frozen)
+        shapes = sorted((n, x.shape, str(x.sharding)) for n, x in batch.items())
+        sections = [getattr(leg.cfg, name) for name in ("model", "data", "optim", "loss", "mesh")]
+        sections.append(leg.cfg.routing.bias_speed)
+        makers = loop.make_train_step, loop.make_eval_step, loop.make_route, step.make_objective
+        key = repr((sections, train, leg.clock, name, shapes)), makers
+        if key not in _PROGRAMS:
+            _PROGRAMS[key] = program(trainer, leg, name, state, batch)
+        return _PROGRAMS[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_CPU_STEP", loop._RUNS_ONCE)
+        patch.setattr(loop._Trainer, "program", once)
+        yield
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """A folder of short texts."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(30):
+        (folder / f"{i}.txt").write_text(f"The quick brown fox number {i} jumps over the lazy dog. " * (i % 7 + 1))
+    return str(folder)

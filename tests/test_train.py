@@ -2,7 +2,6 @@
 """Training: a short run end to end, resume, the optimizer's groups, balance biases, start-up checks."""
 
 import dataclasses
-import io
 import itertools
 import json
 import math
@@ -14,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from rich.console import Console
+from runs import MODEL, config, metrics, small, timeless, train
 
 import dsv4_jax as ds
-from dsv4_jax.config import DataConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from dsv4_jax.config import OptimConfig
 from dsv4_jax.data.tokenizer import Bytes
 from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.model.params import HashTable, RouterBias
@@ -29,85 +28,10 @@ from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.evaluate import unigram_entropy
 from dsv4_jax.train.feed import put_batch
-from dsv4_jax.train.loop import run
 from dsv4_jax.train.state import init_state, schedule
 from dsv4_jax.train.step import losses, make_train_step, update_biases
 
-MODEL = ModelConfig(
-    vocab_size=257,
-    dim=32,
-    n_layers=2,
-    n_heads=2,
-    head_dim=16,
-    rope_head_dim=8,
-    q_lora_rank=16,
-    o_groups=1,
-    o_lora_rank=16,
-    moe_inter_dim=16,
-    n_routed_experts=4,
-    n_activated_experts=2,
-    compress_ratios=(4, 16, 0),
-    n_hash_layers=1,
-    window_size=16,
-    index_n_heads=16,
-    index_head_dim=8,
-    index_topk=4,
-    hc_mult=2,
-    attention_block=32,
-    remat="none",
-)
-# For what the loop does, whatever the model: one window layer, moved by AdamW, which compiles in a few seconds.
-SMALL = dataclasses.replace(
-    MODEL, dim=16, n_layers=1, compress_ratios=(0,), n_hash_layers=0, n_mtp_layers=0, attention="dense",
-    hc_sinkhorn_iters=2,
-)  # fmt: skip
-DATA = DataConfig(seq_len=64, batch_size=2, held_out=0.2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cheap_compilation():
-    """Few steps are run here: what the loop asks of XLA on CPU would not pay."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_CPU_STEP", loop._RUNS_ONCE)
-        yield
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    for i in range(30):
-        (folder / f"{i}.txt").write_text(f"The quick brown fox number {i} jumps over the lazy dog. " * (i % 7 + 1))
-    return str(folder)
-
-
-def config(corpus, run_dir, steps, **changes):
-    train = TrainConfig(
-        steps=steps, run_dir=str(run_dir), eval_every=4, eval_batches=2, checkpoint_every=3, sample_tokens=0
-    )
-    optim = OptimConfig(learning_rate=1e-2, warmup_steps=2, decay_steps=0)
-    data = dataclasses.replace(DATA, path=corpus)
-    return ds.Config(**{"model": MODEL, "data": data, "optim": optim, "train": train} | changes)
-
-
-def small(corpus, run_dir, **changes):
-    """Eight steps of the small model."""
-    cfg = config(corpus, run_dir, 8, model=SMALL, loss=LossConfig(mtp=0.0))
-    optim = dataclasses.replace(cfg.optim, name="adamw")
-    return dataclasses.replace(cfg, optim=optim, train=dataclasses.replace(cfg.train, **changes))
-
-
-def train(cfg):
-    said = io.StringIO()
-    run(cfg, Console(file=said, width=200, highlight=False, markup=False))
-    return said.getvalue()
-
-
-def metrics(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def timeless(lines):
-    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ from dsv4_jax.train.feed import Data, put_batch, read_data, streams
 from dsv4_jax.train.metrics import Display, MetricsWriter
 from dsv4_jax.train.run_dir import History, changes, claim, resolved, write_events
 from dsv4_jax.train.spikes import spike
-from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, init_state
+from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, init_state, split_trained
 from dsv4_jax.train.step import make_train_step, objective_weights
 from dsv4_jax.validate import ConfigError, RunError
 
@@ -68,6 +68,8 @@ def run(cfg: Config, console: Console | None = None) -> None:
         use_mesh(*dataclasses.astuple(leg.cfg.mesh))
         if jax.process_index():  # the first process speaks and writes for all
             console = Console(quiet=True)
+        for part in cfg.legs:
+            split_trained(part.cfg, nnx.state(abstract_model(part.cfg), nnx.Param))  # each trains something
         claim(cfg, run_dir)
         objective, (optimizer, _) = describe_objective(objective_weights(leg.cfg)), describe_optimizer(leg.cfg)
         for line in [*describe_model(leg.cfg.model), objective, optimizer, data[leg.number].line]:
@@ -249,10 +251,8 @@ class _Trainer:
             if history.identity and history.stage == leg.number:
                 self.warn("this is other data than at the checkpoint: it starts at its beginning")
             if self.cfg.stages:
-                what = ", ".join(f"{key} = {value!r}" for key, value in leg.stage.changes.items())
-                self.event(
-                    int(state.step), "stage", f"{leg.stage.name}, up to step {leg.last}" + f": {what}" * bool(what)
-                )
+                what = [f"{key} = {value!r}" for key, value in leg.stage.changes.items()]
+                self.event(int(state.step), "stage", ", ".join([f"{leg.stage.name} up to step {leg.last}", *what]))
             history.enter(leg, data.identity)
             self.routes.clear()
         with streams(cfg, data, Position(*history.position)) as (stream, self.evaluation):

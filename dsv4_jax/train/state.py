@@ -86,7 +86,7 @@ def split_trained(cfg: Config, params: nnx.State) -> tuple[nnx.State, nnx.State]
     stays = [pattern is not None and re.search(pattern, name) is not None for name, _, _ in flat]
     if all(stays):
         raise ConfigError(
-            f"nothing is left to train: train.frozen = {own!r}, model.attention = {cfg.model.attention!r}"
+            f"train.frozen = {own!r} and model.attention = {cfg.model.attention!r} leave nothing to train"
         )
     part = lambda which: nnx.from_flat_state([(p, v) for (_, p, v), s in zip(flat, stays, strict=True) if s == which])
     return part(False), part(True)
