@@ -16,28 +16,29 @@ from dsv4_jax.ops.experts import Experts, Kernels, Route, exchange, routed_exper
 from dsv4_jax.ops.shards import Shards, stochastic_bfloat16
 
 B, S, D, F, E, k = 8, 6, 8, 4, 16, 3
+LIMIT = 5.0
 SPECS = Kernels(jax.P("expert", "data"), jax.P("expert", "data"), jax.P("expert", None, "data"))
 TOKENS = jax.P(BATCH, "context")
 
 
 @functools.cache
 def runner(shape, exchange, waves, reduction="float32", remat=False, dtype=jnp.float32, whole=False):
-    """Output and gradients (inputs, weights, kernels) on a mesh, as one compiled function of arrays.
+    """Gradients (inputs, weights, kernels), output and number of clamped ones on a mesh: one function of arrays.
 
     `whole`: every device has all experts, as where the axis does not divide them.
     """
     mesh = make_mesh(*shape)
     shards = (Shards(1, reduction), Shards(1, reduction), Shards(2, reduction))
     specs = Kernels(*(jax.P(None, *spec[1:]) for spec in SPECS)) if whole else SPECS
-    how = Experts(E, 10.0, exchange, waves, "blocked", shards)
+    how = Experts(E, LIMIT, exchange, waves, "blocked", shards)
 
     def run(x, weights, kernels, experts, real, out):
         f = functools.partial(routed_experts, how)
-        f = jax.shard_map(f, in_specs=(TOKENS, TOKENS, TOKENS, TOKENS, specs), out_specs=TOKENS)
+        f = jax.shard_map(f, in_specs=(TOKENS, TOKENS, TOKENS, TOKENS, specs), out_specs=(TOKENS, jax.P()))
 
         def loss(x, weights, kernels):
-            y = f(x.astype(dtype), experts, weights, real, kernels)
-            return (y * out).sum(), y
+            y, hit = f(x.astype(dtype), experts, weights, real, kernels)
+            return (y * out).sum() + hit, (y, hit)
 
         if remat:
             loss = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names("product"))
@@ -67,6 +68,15 @@ def picks(r, among=E):
     return np.argsort(r.random((B, S, among)))[..., :k]
 
 
+def clamped(x, weights, kernels, experts, real, out):
+    """Activations of real tokens' experts beyond the limit."""
+    count = 0
+    for b, t in np.argwhere(real):
+        for e in experts[b, t]:
+            count += ((x[b, t] @ kernels.w1[e] > LIMIT) | (np.abs(x[b, t] @ kernels.w3[e]) > LIMIT)).sum()
+    return count
+
+
 def same(got, want, rtol=1e-5):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(), 1e-9))
@@ -92,6 +102,7 @@ def test_any_exchange_equals_one_device(form):
     for case in cases:
         got, want = run(*case), one(*case)
         same(got, want)
+        assert got[1][1] == want[1][1] == clamped(*case)
         used = np.bincount(case[3][case[4]].reshape(-1), minlength=E) > 0
         for dw in got[0][2]:  # a gradient exactly where an expert got a token
             np.testing.assert_array_equal(np.abs(dw).max((1, 2)) > 0, used)
@@ -101,13 +112,17 @@ def test_any_exchange_equals_one_device(form):
 def test_any_routing(seed: int, among: int, share: float):
     r = np.random.default_rng(seed)
     case = inputs(r.permutation(E)[picks(r, among)], r.random((B, S)) < share, seed)
-    same(runner((1, 4, 2), "ragged", 4)(*case), runner((1, 1, 1), "gather", 1)(*case))
+    got = runner((1, 4, 2), "ragged", 4)(*case)
+    same(got, runner((1, 1, 1), "gather", 1)(*case))
+    assert got[1][1] == clamped(*case)
 
 
 def test_what_the_backward_pass_keeps_changes_nothing():
     """Room beyond twice an even share is computed again: here all tokens come to one device of eight."""
     case = inputs(picks(np.random.default_rng(2), k))
-    same(runner((1, 8, 1), "ragged", 1, remat=True)(*case), runner((1, 1, 1), "gather", 1)(*case))
+    got = runner((1, 8, 1), "ragged", 1, remat=True)(*case)
+    same(got, runner((1, 1, 1), "gather", 1)(*case))
+    assert got[1][1] == clamped(*case) > 0
 
 
 def test_experts_accumulate_in_fp32_over_devices():
@@ -116,7 +131,7 @@ def test_experts_accumulate_in_fp32_over_devices():
     case[0], case[1], case[5] = np.ones((B, S, D)), np.ones((B, S, k)), np.ones((B, S, D))
     case[2] = Kernels(*(np.ones_like(w) for w in case[2]))
     (_, _, got), _ = runner((2, 2, 2), "gather", 1, dtype=jnp.bfloat16)(*case)
-    hidden = np.float32(jnp.asarray(8 / (1 + np.exp(-8.0)) * 8, jnp.bfloat16))
+    hidden = np.float32(jnp.asarray(LIMIT / (1 + np.exp(-LIMIT)) * LIMIT, jnp.bfloat16))  # of 8, which is clamped
     np.testing.assert_array_equal(got.w2[0], np.full((F, D), B * S * hidden))
 
 

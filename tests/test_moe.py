@@ -91,26 +91,33 @@ def swiglu_by_hand(gate, up, limit):
 
 
 def moe_by_loops(moe, x, real, forced, limit: float, scale: float):
-    """Section 6 for one token at a time, float64: output, and the experts of every token."""
+    """Section 6 for one token at a time, float64: output, experts of every token, activations that are clamped."""
     w = jax.tree.map(lambda v: np.asarray(v, np.float64), moe)
     shared, routed = w.shared_experts, w.experts
-    y, picks = np.zeros_like(x), np.zeros((*real.shape, k), int)
+    y, picks, clamped = np.zeros_like(x), np.zeros((*real.shape, k), int), 0
+    beyond = lambda gate, up: ((gate > limit) | (np.abs(up) > limit)).sum() if limit else 0
     for b, t in np.ndindex(real.shape):
         v = x[b, t]
         y[b, t] = swiglu_by_hand(v @ shared.w1[...], v @ shared.w3[...], limit) @ shared.w2[...]
+        clamped += real[b, t] * beyond(v @ shared.w1[...], v @ shared.w3[...])
         scores = np.sqrt(np.logaddexp(0, v @ w.gate.weight[...]))
         best = np.argsort(-(scores + w.gate.bias[...]))[:k]
         picks[b, t] = best if forced is None else forced[b, t]
         weights = scores[picks[b, t]] / scores[picks[b, t]].sum() * scale
         for e, weight in zip(picks[b, t], weights, strict=True):
             if real[b, t]:
-                y[b, t] += weight * swiglu_by_hand(v @ routed.w1[e], v @ routed.w3[e], limit) @ routed.w2[e]
-    return y, picks
+                gate, up = v @ routed.w1[e], v @ routed.w3[e]
+                y[b, t] += weight * swiglu_by_hand(gate, up, limit) @ routed.w2[e]
+                clamped += beyond(gate, up)
+    return y, picks, clamped
 
 
 @dataclasses.dataclass
 class Layer:
-    """A learned MoE with a compiled pass: output, routing, and gradients of a random linear function."""
+    """A learned MoE with a compiled pass: output, routing, load, number of clamped activations, and gradients.
+
+    They are of a random linear function of the output, plus that number, which must have none.
+    """
 
     limit: float
 
@@ -123,8 +130,8 @@ class Layer:
         @jax.jit
         def run(moe, x, real, forced):
             def loss(moe, x):
-                y, routing = moe(x, jnp.zeros((B, S), int), real, None, forced, jnp.float32)
-                return (y * self.out).sum(), (y, routing, loads(routing, real, E))
+                y, routing, clamped = moe(x, jnp.zeros((B, S), int), real, None, forced, jnp.float32)
+                return (y * self.out).sum() + clamped, (y, routing, loads(routing, real, E), clamped)
 
             return jax.grad(loss, argnums=(0, 1), has_aux=True)(moe, x)
 
@@ -150,12 +157,12 @@ def test_moe_matches_loops(layer, bias):
     """Any skew, no token dropped; the bias moves the choice and not the weights; padding is skipped."""
     real = np.ones((B, S), bool)
     real[0, :2] = real[1, 5] = False
-    (grads, dx), (y, routing, load) = layer(bias, real)
-    want, picks = moe_by_loops(layer.moe, layer.x, real, None, layer.limit, layer.cfg.route_scale)
+    (grads, dx), (y, routing, load, clamped) = layer(bias, real)
+    want, picks, beyond = moe_by_loops(layer.moe, layer.x, real, None, layer.limit, layer.cfg.route_scale)
     np.testing.assert_allclose(y, want, rtol=0, atol=2e-5)
     np.testing.assert_array_equal(routing.experts_BSk, picks)
     counts = np.bincount(picks[real].reshape(-1), minlength=E)
-    assert load.tolist() == counts.tolist()
+    assert load.tolist() == counts.tolist() and clamped == beyond > 0
     if bias[0] > 1:
         assert counts.tolist() == [real.sum(), 0, real.sum(), 0]
     for name in ("w1", "w2", "w3"):  # an expert has a gradient if and only if it got a token
@@ -168,8 +175,8 @@ def test_moe_matches_loops(layer, bias):
 
 def test_forced_experts_keep_current_weights(layer):
     forced = np.stack([np.random.RandomState(i).permutation(E)[:k] for i in range(B * S)]).reshape(B, S, k)
-    (grads, _), (y, routing, _) = layer(forced=forced)
-    want, _ = moe_by_loops(layer.moe, layer.x, np.ones((B, S), bool), forced, layer.limit, layer.cfg.route_scale)
+    (grads, _), (y, routing, _, _) = layer(forced=forced)
+    want, *_ = moe_by_loops(layer.moe, layer.x, np.ones((B, S), bool), forced, layer.limit, layer.cfg.route_scale)
     np.testing.assert_allclose(y, want, rtol=0, atol=2e-5)
     np.testing.assert_array_equal(routing.experts_BSk, forced)
     assert np.abs(grads.gate.weight[...]).max() > 0
@@ -177,12 +184,12 @@ def test_forced_experts_keep_current_weights(layer):
 
 def test_moe_gradient_matches_finite_differences(layer):
     """Along a random direction of the input; the choice of experts is held."""
-    (_, dx), (_, routing, _) = layer()
+    (_, dx), (_, routing, _, _) = layer()
     picks, d = np.asarray(routing.experts_BSk), np.random.RandomState(5).standard_normal(layer.x.shape)
 
     def f(e: float) -> float:
         x, real = layer.x + e * d, np.ones((B, S), bool)
-        y, _ = moe_by_loops(layer.moe, x, real, picks, layer.limit, layer.cfg.route_scale)
+        y, *_ = moe_by_loops(layer.moe, x, real, picks, layer.limit, layer.cfg.route_scale)
         return (y * layer.out).sum()
 
     np.testing.assert_allclose((dx * d).sum(), (f(1e-6) - f(-1e-6)) / 2e-6, rtol=1e-4)
@@ -190,9 +197,10 @@ def test_moe_gradient_matches_finite_differences(layer):
 
 def test_clamp_can_be_off():
     layer = Layer(limit=0.0)
-    _, (y, _, _) = layer()
-    want, _ = moe_by_loops(layer.moe, layer.x, np.ones((B, S), bool), None, 0.0, layer.cfg.route_scale)
+    _, (y, _, _, clamped) = layer()
+    want, *_ = moe_by_loops(layer.moe, layer.x, np.ones((B, S), bool), None, 0.0, layer.cfg.route_scale)
     np.testing.assert_allclose(y, want, rtol=0, atol=2e-5)
+    assert clamped == 0
 
 
 def test_balance_loss_is_summed_over_documents():

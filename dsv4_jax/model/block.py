@@ -76,7 +76,7 @@ class Block(nnx.Module):
     ) -> tuple[Stack, dict[str, Any]]:
         """What goes down after the layer, and what the layer tells.
 
-        Told, by name: `experts` [B, S, k], `load` (see there), `balance`
+        Told, by name: `experts` [B, S, k], `load` (see there), `clamped` (activations of real tokens), `balance`
         and `indexer` (losses summed over real tokens), `router_scores` [B, S, E], `entering` [B, S, D]
         (the mean of the streams that attention reads), and where there are such, `topk` [B, S, k],
         `candidates` [B, S, blocks] and `pre_mix` [B, S, N].
@@ -96,10 +96,12 @@ class Block(nnx.Module):
             u = rms_norm(hyper.collapse(x_BSND, pre), cfg.norm_eps, self.attn_norm)
             y, attended, shared = self.attn(u, down.shared, at, dtype)
             x_BSND = hyper.expand(y, x_BSND, mix)
-        down, routing = self.feed_forward(down._replace(x_BSND=x_BSND, shared=shared), mix, tokens, forced_BSk, dtype)
+        down = down._replace(x_BSND=x_BSND, shared=shared)
+        down, routing, clamped = self.feed_forward(down, mix, tokens, forced_BSk, dtype)
         told |= {
             "experts": routing.experts_BSk,
             "load": self.load(routing, tokens),
+            "clamped": clamped,
             "balance": jnp.zeros(()) if self.spec.hashed else moe.balance_loss(routing, at.docs),
             "indexer": (attended.kl_BS * tokens.real_BS).sum(),
             "router_scores": routing.scores_BSE,
@@ -110,16 +112,16 @@ class Block(nnx.Module):
 
     def feed_forward(
         self, down: Stack, before: hyper.Mix, tokens: Tokens, forced_BSk: jax.Array | None, dtype: jnp.dtype
-    ) -> tuple[Stack, moe.Routing]:
-        """The experts' half of the layer, after the attention site with the mix `before`."""
+    ) -> tuple[Stack, moe.Routing, jax.Array]:
+        """The experts' half of the layer, after the attention site with the mix `before`; what `MoE` tells."""
         cfg, x_BSND = self.cfg, down.x_BSND
         with jax.named_scope("experts"):
             mix = hyper.mix(x_BSND, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, cfg)
             pre = before.pre_BSN if cfg.hc_single_pass else mix.pre_BSN
             u = rms_norm(hyper.collapse(x_BSND, pre), cfg.norm_eps, self.ffn_norm)
-            y, routing = self.ffn(u, tokens.ids_BS, tokens.real_BS, tokens.image_BS, forced_BSk, dtype)
+            y, routing, clamped = self.ffn(u, tokens.ids_BS, tokens.real_BS, tokens.image_BS, forced_BSk, dtype)
             x_BSND = hyper.expand(y, x_BSND, mix)
-        return down._replace(x_BSND=x_BSND, pre_BSN=mix.pre_BSN if cfg.hc_single_pass else None), routing
+        return down._replace(x_BSND=x_BSND, pre_BSN=mix.pre_BSN if cfg.hc_single_pass else None), routing, clamped
 
     def load(self, routing: moe.Routing, tokens: Tokens) -> jax.Array:
         """Real tokens that each expert got, fp32 [E]; with biases for each modality [2, E] of text and images."""

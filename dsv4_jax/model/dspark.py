@@ -91,7 +91,7 @@ class DraftBlock(Block):
             core = jax.shard_map(core, in_specs=(slots, slots, slots, rows, rows, jax.P()), out_specs=slots)
             o = core(q, own, anchors, context, at, whole(self.attn.attn_sink))
             down = down._replace(x_BSND=hyper.expand(self.attn.output(o, dtype), down.x_BSND, mix))
-        down, routing = self.feed_forward(down, mix, tokens, None, dtype)
+        down, routing, _ = self.feed_forward(down, mix, tokens, None, dtype)
         return down, {"load": self.load(routing, tokens)}
 
 

@@ -17,7 +17,7 @@ from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.params import HashTable, Params, RouterBias, linear, whole
 from dsv4_jax.ops.context import offset
 from dsv4_jax.ops.documents import Documents
-from dsv4_jax.ops.experts import Experts, Kernels, routed_experts, swiglu
+from dsv4_jax.ops.experts import Experts, Kernels, clamped, routed_experts, swiglu
 from dsv4_jax.ops.shards import Shards
 
 
@@ -137,18 +137,23 @@ class MoE(nnx.Module):
         image_BS: jax.Array | None,
         forced_BSk: jax.Array | None,
         dtype: jnp.dtype,
-    ) -> tuple[jax.Array, Routing]:
-        """Output [B, S, D] and the routing. Padding (not `real_BS`) goes to no routed expert."""
+    ) -> tuple[jax.Array, Routing, jax.Array]:
+        """Output [B, S, D], the routing, and how many of the real tokens' activations the SwiGLUs clamp.
+
+        Padding (not `real_BS`) goes to no routed expert.
+        """
         cfg, tokens = self.cfg, jax.P(BATCH, "context")
         routing = self.gate(x_BSD, ids_BS, image_BS, forced_BSk)
         kernels = Kernels(*(w[...] for w in (self.experts.w1, self.experts.w3, self.experts.w2)))
         specs = tuple(jax.typeof(w).sharding.spec for w in kernels)
         run = functools.partial(routed_experts, _how(cfg, specs))
-        run = jax.shard_map(run, in_specs=(tokens, tokens, tokens, tokens, Kernels(*specs)), out_specs=tokens)
-        y = run(x_BSD.astype(dtype), routing.experts_BSk, routing.weights_BSk, real_BS, kernels)
+        in_specs = tokens, tokens, tokens, tokens, Kernels(*specs)
+        run = jax.shard_map(run, in_specs=in_specs, out_specs=(tokens, jax.P()))
+        y, hit = run(x_BSD.astype(dtype), routing.experts_BSk, routing.weights_BSk, real_BS, kernels)
         shared = self.shared_experts
-        hidden = swiglu(linear(x_BSD, shared.w1, dtype), linear(x_BSD, shared.w3, dtype), cfg.swiglu_limit)
-        return y + linear(hidden, shared.w2, dtype), routing
+        gate, up = linear(x_BSD, shared.w1, dtype), linear(x_BSD, shared.w3, dtype)
+        hit += (clamped(gate, up, cfg.swiglu_limit) * real_BS).sum()
+        return y + linear(swiglu(gate, up, cfg.swiglu_limit), shared.w2, dtype), routing, hit
 
 
 def _how(cfg: ModelConfig, specs: tuple[jax.P, ...]) -> Experts:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from dsv4_jax.mesh import varying
+from dsv4_jax.mesh import AXES, varying
 from dsv4_jax.ops.grouped_matmul import Impl, grouped_matmul
 from dsv4_jax.ops.shards import Shards
 
@@ -58,6 +58,12 @@ def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
+def clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+    """How many of a row's activations [..., F] `swiglu` clamps, by their gate or their up, fp32 [...]."""
+    hit = (gate.astype(jnp.float32) > limit) | (jnp.abs(up.astype(jnp.float32)) > limit)
+    return (hit & (limit > 0)).sum(-1).astype(jnp.float32)
+
+
 @jax.custom_vjp
 def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
     """x[order] for a permutation; the gradient is a gather too, by the inverse."""
@@ -80,18 +86,22 @@ def routed_experts(
     weights_BSk: jax.Array,
     real_BS: jax.Array,
     kernels: Kernels,
-) -> jax.Array:
-    """Weighted sum over each token's experts, [B, S, D] in x's type; padding (not `real_BS`) goes to none."""
+) -> tuple[jax.Array, jax.Array]:
+    """Weighted sum over each token's experts, [B, S, D] in x's type; padding (not `real_BS`) goes to none.
+
+    And how many activations are clamped, of all devices' tokens, fp32.
+    """
     tokens = (x_BSD, weights_BSk, jnp.where(real_BS[..., None], experts_BSk, how.count))
     if kernels.w1.shape[0] == how.count:
-        y = _own_experts(how, *tokens, kernels)
+        y, hit = _own_experts(how, *tokens, kernels)
     elif how.exchange == "gather":
         # Every device works for the tokens of all; the sums go back to the tokens' own devices.
         everyones = (jax.lax.all_gather(a, AXIS, tiled=True) for a in tokens)
-        y = jax.lax.psum_scatter(_own_experts(how, *everyones, kernels), AXIS, tiled=True)
+        everyones_y, hit = _own_experts(how, *everyones, kernels)
+        y = jax.lax.psum_scatter(everyones_y, AXIS, tiled=True)
     else:
-        y = _exchanged(how, *tokens, kernels)
-    return y.astype(x_BSD.dtype)
+        y, hit = _exchanged(how, *tokens, kernels)
+    return y.astype(x_BSD.dtype), jax.lax.psum(hit, AXES)
 
 
 def _pairs(x_BSD: jax.Array, weights_BSk: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -101,20 +111,20 @@ def _pairs(x_BSD: jax.Array, weights_BSk: jax.Array) -> tuple[jax.Array, jax.Arr
 
 def _own_experts(
     how: Experts, x_BSD: jax.Array, weights_BSk: jax.Array, experts_BSk: jax.Array, kernels: Kernels
-) -> jax.Array:
-    """Sum over each token's experts among this device's own, fp32."""
+) -> tuple[jax.Array, jax.Array]:
+    """Sum over each token's experts among this device's own, fp32; how many of their activations are clamped."""
     E = kernels.w1.shape[0]
     first = jax.lax.axis_index(AXIS) * E if how.count > E else 0
     expert_N = experts_BSk.reshape(-1) - first
     expert_N = jnp.where((expert_N >= 0) & (expert_N < E), expert_N, E)
-    y_ND = _apply(how, *_pairs(x_BSD, weights_BSk), expert_N, kernels, expert_N.size * E // how.count)
-    return y_ND.reshape(*experts_BSk.shape, -1).sum(2, dtype=jnp.float32)
+    y_ND, hit = _apply(how, *_pairs(x_BSD, weights_BSk), expert_N, kernels, expert_N.size * E // how.count)
+    return y_ND.reshape(*experts_BSk.shape, -1).sum(2, dtype=jnp.float32), hit
 
 
 def _apply(
     how: Experts, x_ND: jax.Array, weight_N: jax.Array, expert_N: jax.Array, kernels: Kernels, even: int
-) -> jax.Array:
-    """Every row through its expert, times its weight; 0 for rows of no expert (E).
+) -> tuple[jax.Array, jax.Array]:
+    """Every row through its expert, times its weight, 0 for rows of no expert (E); and the number clamped.
 
     Sort by expert, three products, unsort. Of the rows that have an expert, the products of the first
     2 * `even` can be kept for the backward pass: twice as many as come if all devices get equally many.
@@ -131,13 +141,14 @@ def _apply(
             inside = jnp.clip(ends, first, last)
             sizes = jnp.diff(inside, prepend=first)
             done.append(_products(how, x_ND[first:last], weight_N[first:last], sizes, kernels, keep))
-    return permute(jnp.concatenate(done), inverse, order)
+    y, hits = zip(*done, strict=True)
+    return permute(jnp.concatenate(y), inverse, order), sum(hits)
 
 
 def _products(
     how: Experts, x_ND: jax.Array, weight_N: jax.Array, sizes: jax.Array, kernels: Kernels, keep: bool
-) -> jax.Array:
-    """w2 (weight * swiglu(w1 x, w3 x)) for rows sorted by expert."""
+) -> tuple[jax.Array, jax.Array]:
+    """w2 (weight * swiglu(w1 x, w3 x)) for rows sorted by expert, and how many activations are clamped."""
 
     def product(x: jax.Array, w: jax.Array, shards: Shards) -> jax.Array:
         y = grouped_matmul(x, w, sizes, how.impl, shards)
@@ -146,7 +157,7 @@ def _products(
     s1, s3, s2 = how.shards
     gate, up = product(x_ND, kernels.w1, s1), product(x_ND, kernels.w3, s3)
     hidden = (weight_N[:, None] * swiglu(gate, up, how.limit)).astype(x_ND.dtype)
-    return product(hidden, kernels.w2, s2)
+    return product(hidden, kernels.w2, s2), clamped(gate, up, how.limit).sum()
 
 
 class Route(NamedTuple):
@@ -210,11 +221,11 @@ exchange.defvjp(_exchange_forward, _exchange_backward)
 
 def _exchanged(
     how: Experts, x_BSD: jax.Array, weights_BSk: jax.Array, experts_BSk: jax.Array, kernels: Kernels
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Sum over each token's experts, fp32: rows travel to the devices of their experts and back.
 
     In `waves`: every device's experts are cut into so many parts, and the exchange of one part can run while
-    another is computed (section 3.1).
+    another is computed (section 3.1). And how many activations of this device's experts are clamped.
     """
     (B, S, k), D = experts_BSk.shape, x_BSD.shape[-1]
     E, W, P = kernels.w1.shape[0], how.waves, jax.lax.axis_size(AXIS)
@@ -230,7 +241,7 @@ def _exchanged(
     before = lambda a, axis: jnp.cumsum(a, axis) - a
     source_PWP = before(count_PWP.reshape(P, -1), 1).reshape(count_PWP.shape)
     room = P * B * S * min(k, part)
-    y_ND = jnp.zeros_like(x_ND)
+    y_ND, hits = jnp.zeros_like(x_ND), []
     for wave in range(W):
         count_PP = count_PWP[:, wave]
         route = Route(count_PP, source_PWP[:, wave], before(count_PP, 0))
@@ -239,6 +250,7 @@ def _exchanged(
         arrived = jnp.searchsorted(ends, jnp.arange(room), side="right")
         expert_R = jnp.where(arrived < P * part, arrived % part, part)
         own = Kernels(*(w[wave * part : (wave + 1) * part] for w in kernels))
-        y_RD = _apply(how, x_RD, weight_R, expert_R, own, -(-B * S * k // W))
+        y_RD, hit = _apply(how, x_RD, weight_R, expert_R, own, -(-B * S * k // W))
+        hits.append(hit)
         y_ND += exchange(y_RD, x_ND.shape[0], route.back())
-    return permute(y_ND, inverse, order).reshape(B, S, k, D).sum(2, dtype=jnp.float32)
+    return permute(y_ND, inverse, order).reshape(B, S, k, D).sum(2, dtype=jnp.float32), sum(hits)

@@ -83,7 +83,8 @@ def losses(
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Every loss of a batch, fp32 scalars by name, and the load of every layer's experts.
 
-    The load is [layers, E] or, with biases for each modality, [layers, 2, E] of text and images.
+    The load is [layers, E] or, with biases for each modality, [layers, 2, E] of text and images. Beside the losses
+    stands `clamped`: of the activations of all experts, the share that the SwiGLU clamps.
 
     Each is a sum over the batch divided by how many targets or real tokens there are: in `whole_batch`,
     its `denominators`, if the batch is a part of one, so that the parts add up.
@@ -97,6 +98,9 @@ def losses(
         found["mtp_loss"] = cross_entropy(out.mtp, head, batch["mtp_targets"]) / count["mtp_targets"]
     for name in ("balance", "indexer"):
         found[f"{name}_loss"] = sum((told[name] for told in out.layers), jnp.zeros(())) / count["real"]
+    cfg = model.cfg
+    activations = len(out.layers) * (cfg.n_activated_experts + 1) * cfg.moe_inter_dim  # of a token
+    found["clamped"] = sum(told["clamped"] for told in out.layers) / activations / count["real"]
     return found, jnp.stack([told["load"] for told in out.layers])
 
 
