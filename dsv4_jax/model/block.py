@@ -124,9 +124,9 @@ class Block(nnx.Module):
         return down._replace(x_BSND=x_BSND, pre_BSN=mix.pre_BSN if cfg.hc_single_pass else None), routing, clamped
 
     def load(self, routing: moe.Routing, tokens: Tokens) -> jax.Array:
-        """Real tokens that each expert got, fp32 [E]; with biases for each modality [2, E] of text and images."""
+        """Real tokens that each expert got, fp32 [E]; with images, or a bias for them, [2, E] of text and images."""
         count = lambda kind_BS: moe.loads(routing, kind_BS, self.cfg.n_routed_experts)
-        if not self.cfg.modality_bias:
+        if tokens.image_BS is None and not self.cfg.modality_bias:
             return count(tokens.real_BS)
         image_BS = jnp.zeros_like(tokens.real_BS) if tokens.image_BS is None else tokens.image_BS
         return jnp.stack([count(tokens.real_BS & ~image_BS), count(tokens.real_BS & image_BS)])

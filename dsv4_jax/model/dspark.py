@@ -133,7 +133,7 @@ class Drafts(NamedTuple):
     Attributes:
         u_BAnD: collapsed streams before the last norm, which the confidence reads.
         h_BAnD: the same after the norm, for the head.
-        loads: [E] or [2, E] of every block.
+        loads: of every block, as `Block.load` gives them.
     """
 
     u_BAnD: jax.Array

@@ -83,7 +83,7 @@ def losses(
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Every loss of a batch, fp32 scalars by name, and the load of every layer's experts.
 
-    The load is [layers, E] or, with biases for each modality, [layers, 2, E] of text and images. Beside the losses
+    The load is [layers, E] or, as `Block.load` tells, [layers, 2, E] of text and images. Beside the losses
     stands `clamped`: of the activations of all experts, the share that the SwiGLU clamps.
 
     Each is a sum over the batch divided by how many targets or real tokens there are: in `whole_batch`,
@@ -108,8 +108,8 @@ def update_biases(model: DeepSeek, buffers: nnx.State, load_LE: jax.Array, speed
     """Router biases after a step: each moves by `speed` towards an even load (section 4.2.2).
 
     b_e += speed * sign(mean load - load_e), from the tokens of the whole batch, padding excluded; each
-    bias of a layer that has two from its own modality's tokens (V4.1 section 4.2.2). The loads are those
-    of the layers from `first` on; other layers' biases stay.
+    bias of a layer that has two from its own modality's tokens (V4.1 section 4.2.2), one for both from
+    all. The loads are those of the layers from `first` on; other layers' biases stay.
     """
     flat = []
     for path, variable in nnx.to_flat_state(buffers):
@@ -118,7 +118,7 @@ def update_biases(model: DeepSeek, buffers: nnx.State, load_LE: jax.Array, speed
             bias = variable.get_value()
             load = load_LE[jnp.array(layers)]
             if load.ndim == 3:
-                load = load[:, int(path[-1] == "bias_vl")]
+                load = load[:, int(path[-1] == "bias_vl")] if model.cfg.modality_bias else load.sum(1)
             load = load.reshape(bias.shape)
             variable = variable.replace(bias - speed * jnp.sign(load - load.mean(-1, keepdims=True)))
         flat.append((path, variable))
@@ -138,10 +138,10 @@ def gradient_norms(grads: nnx.State) -> dict[str, jax.Array]:
 def balance_metrics(load_LE: jax.Array, buffers: nnx.State) -> dict[str, jax.Array]:
     """How even the experts' loads are, over layers, and how far the router biases have gone.
 
-    `load_max`: tokens of the fullest expert over the mean, in the worst layer; `load_dead`: share of experts
-    without a token; `load_entropy`: of a layer's loads over that of even ones, on average; `bias_max`. With
-    loads of text and images [L, 2, E] there are the first three of image tokens too, ending in `_image`; NaN
-    without any.
+    `load_max`: tokens of the fullest expert over the mean, in the worst layer, and `load_max/LAYER` in each;
+    `load_dead`: share of experts without a token; `load_entropy`: of a layer's loads over that of even ones, on
+    average; `bias_max`. With loads of text and images [L, 2, E] there are all but the last of image tokens too,
+    ending in `_image`; NaN without any.
     """
     if load_LE.ndim == 3:
         of_images = balance_metrics(load_LE[:, 1], buffers)
@@ -152,12 +152,26 @@ def balance_metrics(load_LE: jax.Array, buffers: nnx.State) -> dict[str, jax.Arr
     total = jnp.maximum(load_LE.sum(-1, keepdims=True), 1)
     entropy = jax.scipy.special.entr(load_LE / total).sum(-1) / max(math.log(load_LE.shape[-1]), 1e-9)
     biases = [v.get_value() for _, v in nnx.to_flat_state(buffers) if isinstance(v, RouterBias)]
-    return {
-        "load_max": (load_LE.max(-1) / jnp.maximum(load_LE.mean(-1), 1)).max(),
+    fullest = load_LE.max(-1) / jnp.maximum(load_LE.mean(-1), 1)
+    names = _loaded_layers(buffers, len(load_LE))
+    return {f"load_max/{name}": x for name, x in zip(names, fullest, strict=True)} | {
+        "load_max": fullest.max(),
         "load_dead": (load_LE == 0).mean(),
         "load_entropy": entropy.mean(),
         "bias_max": jnp.stack([jnp.abs(b).max() for b in biases] or [jnp.zeros(())]).max(),
     }
+
+
+def _loaded_layers(buffers: nnx.State, count: int) -> list[str]:
+    """Names of the layers that `count` loads are of: numbers, and `mtp` for the block after the last layer.
+
+    Fewer loads than layers are those of the draft blocks, numbered if there are several.
+    """
+    routers = [(path, v) for path, v in nnx.to_flat_state(buffers) if path[-1] in ("bias", "tid2eid")]
+    layers = sum(len(v.get_value()) for path, v in routers if path[0] == "groups")
+    if count < layers:
+        return ["mtp"] if count == 1 else [f"mtp.{i}" for i in range(count)]
+    return [*map(str, range(layers)), *["mtp"] * (count - layers)]
 
 
 def update_ratios(groups: Any, updates: Any, params: Any) -> dict[str, jax.Array]:

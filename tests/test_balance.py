@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step tells of its experts: loads by layer and modality, the biases they move, the share that is clamped."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from golden_models import empty_model, ruled_model, small_config
+
+from dsv4_jax.model.params import RouterBias
+from dsv4_jax.train.step import balance_metrics, denominators, losses, update_biases
+
+E, k = 4, 2
+MODEL = small_config(n_layers=3, compress_ratios=(0, 0, 0, 0), n_hash_layers=1)
+ONE = dataclasses.replace(MODEL, n_layers=1, compress_ratios=(0, 0), n_hash_layers=0)
+
+
+def packed():
+    """Two rows of 16: two documents with padding between, and one of which half the tokens are an image."""
+    r = np.random.RandomState(0)
+    segments = np.array([[1] * 5 + [0] * 4 + [2] * 7, [1] * 16])
+    types = np.full((2, 16), -1)
+    types[1, 4:12] = [0, 1, 1, 2, 1, 1, 2, 3]
+    targets = np.where(segments > 0, r.randint(0, 64, (2, 16)), -1)
+    ids = r.randint(0, 64, (2, 16))
+    return {"ids": ids, "segment_ids": segments, "targets": targets, "mtp_targets": targets}, types
+
+
+def buffers_of(cfg):
+    return nnx.split(empty_model(cfg), nnx.Param, ...)[2]
+
+
+@pytest.mark.parametrize("two", [False, True], ids=["one bias", "two biases"])
+def test_loads_are_split_by_modality_where_there_are_images(two: bool):
+    batch, types = packed()
+    model = ruled_model(dataclasses.replace(ONE, modality_bias=two))
+
+    @jax.jit
+    def run(model, types):
+        return model.features(batch["ids"], batch["segment_ids"], token_types=types).layers
+
+    real, image = batch["segment_ids"] > 0, types >= 0
+    count = lambda told, where: np.bincount(np.asarray(told["experts"])[where].reshape(-1), minlength=E)
+    for told in run(model, types):  # the layer's and the MTP block's
+        assert told["load"].tolist() == [count(told, real & ~image).tolist(), count(told, image).tolist()]
+    for told in run(model, None):
+        found = np.asarray(told["load"])
+        assert found.shape == ((2, E) if two else (E,))
+        assert found.reshape(-1, E)[0].tolist() == count(told, real).tolist()
+
+
+def test_every_layer_tells_its_fullest_expert():
+    """A hashed layer, two learned ones, the MTP block; the worst of them is `load_max`."""
+    load = jnp.array([[1, 1, 1, 1], [3, 1, 0, 0], [0, 2, 2, 0], [8, 0, 0, 0]], jnp.float32)
+    found = jax.jit(balance_metrics)(load, buffers_of(MODEL))
+    want = {"load_max/0": 1, "load_max/1": 3, "load_max/2": 2, "load_max/mtp": 4, "load_max": 4}
+    assert {name: float(x) for name, x in found.items() if name in want} == want
+    assert sum(name.startswith("load_max/") for name in found) == 4
+
+
+def test_images_have_loads_of_their_own():
+    load = jnp.array([[[1, 1, 1, 1], [4, 0, 0, 0]]] * 4, jnp.float32)
+    found = jax.jit(balance_metrics)(load, buffers_of(MODEL))
+    assert found["load_max/mtp"] == 2.5 and found["load_max/mtp_image"] == 4 == found["load_max_image"]
+    found = jax.jit(balance_metrics)(load.at[:, 1].set(0), buffers_of(MODEL))
+    assert found["load_max/2"] == 1 and np.isnan(found["load_max/2_image"])
+
+
+@pytest.mark.parametrize("blocks, names", [(1, ["mtp"]), (2, ["mtp.0", "mtp.1"])])
+def test_loads_of_the_drafter_are_named_so(blocks: int, names: list[str]):
+    cfg = dataclasses.replace(
+        MODEL, compress_ratios=(0,) * (3 + blocks), n_mtp_layers=blocks, dspark_target_layer_ids=(1,),
+        dspark_n_routed_experts=6, dspark_noise_token_id=1,
+    )  # fmt: skip
+    found = jax.jit(balance_metrics)(jnp.ones((blocks, 6)), buffers_of(cfg))
+    assert [name for name in found if "/" in name] == [f"load_max/{name}" for name in names]
+
+
+def test_one_bias_moves_by_the_load_of_both():
+    model, buffers = empty_model(MODEL), buffers_of(MODEL)
+    load = jnp.asarray(np.random.RandomState(0).randint(0, 9, (4, 2, E)).astype(np.float32))
+    moved = [dict(nnx.to_flat_state(update_biases(model, buffers, x, 0.5))) for x in (load, load.sum(1))]
+    biases = [path for path, v in moved[0].items() if isinstance(v, RouterBias)]
+    assert len(biases) == 2
+    for path in biases:
+        np.testing.assert_array_equal(moved[0][path].get_value(), moved[1][path].get_value())
+        assert np.abs(moved[0][path].get_value()).max() == 0.5
+
+
+@pytest.mark.parametrize("limit, share", [(1e-12, 1.0), (0.0, 0.0)])
+def test_the_clamped_share_is_of_all_activations_of_real_tokens(limit: float, share: float):
+    """All of them are beyond a limit near 0, the MTP block's too; the parts of a batch add up to the whole."""
+    batch, _ = packed()
+    model = ruled_model(dataclasses.replace(ONE, swiglu_limit=limit))
+    run, count = jax.jit(lambda model, batch: losses(model, batch, count)[0]["clamped"]), denominators(batch)
+    parts = [float(run(model, {name: x[i : i + 1] for name, x in batch.items()})) for i in range(2)]
+    np.testing.assert_allclose(parts, share * np.array([12, 16]) / 28, rtol=1e-6)
