@@ -51,3 +51,5 @@ def test_means_by_kind():
     only_images = evaluate(lambda state, b: {"text": (0.0, 0), "image": (4.0, 2)}, None, batches, lambda b: b)
     assert only_images["eval_loss"] == 2.0
     assert evaluate(lambda state, b: {"text": (4.0, 2)}, None, batches, lambda b: b) == {"eval_loss": 2.0}
+    no_choice = {"text": (4.0, 2), "recall": (0.0, 0.0), "recall_random": (0.0, 0.0)}
+    assert evaluate(lambda state, b: no_choice, None, batches, lambda b: b) == {"eval_loss": 2.0}

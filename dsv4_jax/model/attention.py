@@ -262,7 +262,8 @@ def _core(
         keys = gather(entries("index") if shared is None else shared.keys_BmJ)
         pooled = (cfg.candidate_topk_blocks, cfg.candidate_block_size) if spec.candidates and sparse else None
         given = shared.candidates_BSc if shared is not None and spec.candidates == "user" else None
-        index = Index(rotate(act["index_q"], heads), act["index_w"], keys, cfg.index_topk * sparse, pooled, given)
+        query, k = rotate(act["index_q"], heads), cfg.index_topk
+        index = Index(query, act["index_w"], keys, k * sparse, pooled, given, k * cfg.recall)
     elif some and shared is not None:
         topk = shared.topk_BSk
     out = attend(

@@ -79,7 +79,7 @@ class Block(nnx.Module):
         Told, by name: `experts` [B, S, k], `load` (see there), `clamped` (activations of real tokens), `balance`
         and `indexer` (losses summed over real tokens), `router_scores` [B, S, E], `entering` [B, S, D]
         (the mean of the streams that attention reads), and where there are such, `topk` [B, S, k],
-        `candidates` [B, S, blocks] and `pre_mix` [B, S, N].
+        `candidates` [B, S, blocks], `pre_mix` [B, S, N] and `recall` [3] (`indexer_recall` summed over queries).
         """
         cfg, at = self.cfg, tokens.at
         x_BSND = down.x_BSND
@@ -108,6 +108,7 @@ class Block(nnx.Module):
         }
         chosen = {"topk": attended.topk_BSk if self.spec.indexed else None, "candidates": attended.candidates_BSc}
         chosen["pre_mix"] = down.pre_BSN
+        chosen["recall"] = None if attended.recall_BS3 is None else attended.recall_BS3.sum((0, 1))
         return down, told | {name: value for name, value in chosen.items() if value is not None}
 
     def feed_forward(

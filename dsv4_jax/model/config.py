@@ -203,6 +203,9 @@ class ModelConfig(Section):
     attention: Literal["dense", "warmup", "sparse"] = "sparse"
     """Stage of the CSA layers: `dense` attends to every visible entry and leaves the indexer alone,
     `warmup` does so and trains the indexer only, `sparse` attends to the indexer's top-k."""
+    recall: bool = False
+    """Layers with an indexer also tell how much of the attention to all entries its top-k covers, for
+    evaluation; unless attention is dense."""
     init_std: float = 0.02
     """Standard deviation of the initial matrices."""
     hc_init_scale: float = 0.01

@@ -27,7 +27,7 @@ from dsv4_jax.ops.indexer import in_blocks
 from dsv4_jax.optim import Role
 
 COLLECTABLE = ("streams", "pre_mix", "topk", "candidates", "router_scores", "features", "vision")
-_TOLD = ("experts", "load", "clamped", "balance", "indexer")  # what every layer tells, whatever is collected
+_TOLD = ("experts", "load", "clamped", "balance", "indexer", "recall")  # what every layer tells, whatever is collected
 
 
 @jax.tree_util.register_dataclass

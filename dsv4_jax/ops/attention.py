@@ -25,6 +25,7 @@ from dsv4_jax.ops.indexer import (
     in_blocks,
     index_scores,
     indexer_loss,
+    indexer_recall,
     one_of,
 )
 
@@ -45,12 +46,14 @@ class Attended(NamedTuple):
         kl_BS: the indexer's loss of every query, fp32 (zero without an indexer).
         topk_BSk: entries that the query attends to, -1 for none; None without selection.
         candidates_BSc: first entries of the blocks in the indexer's pool, -1 for none; None without.
+        recall_BS3: every query's part of `indexer_recall`; None unless asked for.
     """
 
     o_BSHK: jax.Array
     kl_BS: jax.Array
     topk_BSk: jax.Array | None
     candidates_BSc: jax.Array | None
+    recall_BS3: jax.Array | None
 
 
 def softmax_with_sink(logits: tuple[jax.Array, ...], sink_H: jax.Array) -> tuple[jax.Array, ...]:
@@ -139,18 +142,21 @@ def attend(
         if entries_BMK is None or at is None:
             (p,) = softmax_with_sink((near,), sink_H)
             o = jnp.einsum("bhtu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)
-            return o, varying(jnp.zeros(first_BT.shape), o), None, None
+            return o, varying(jnp.zeros(first_BT.shape), o), None, None, None
 
-        allowed = (at.end_BM[:, None] <= t[:, None]) & (at.start_BM[:, None] >= first_BT[..., None])
-        score = made = None
+        allowed = visible = (at.end_BM[:, None] <= t[:, None]) & (at.start_BM[:, None] >= first_BT[..., None])
+        score = made = recall = None
         entries, letters = entries_BMK, "bmk"
         if index is not None:
             score = index_scores(index_q, index_w, index.k_BMJ)
             if pool is not None and index.pool:
-                allowed &= in_blocks(pool, M, index.pool[1])
+                allowed = visible & in_blocks(pool, M, index.pool[1])
             elif index.pool:
                 made = candidate_blocks(score, allowed, at, *index.pool)
             topk = best_entries(score, allowed, k) if k else None
+            if index.recall:  # of the attention to all entries, whatever the layer attends to
+                _, p_all = softmax_with_sink((near, logits("bthk,bmk->bhtm", entries_BMK, visible)), sink_H)
+                recall = indexer_recall(p_all, visible, best_entries(score, allowed, min(index.recall, M)))
         if topk is not None and gathered:
             allowed, pick = topk >= 0, jnp.maximum(topk, 0)
             score = None if score is None else jnp.take_along_axis(score, pick, axis=2)
@@ -162,7 +168,7 @@ def attend(
         o = jnp.einsum("bhtu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)
         o += jnp.einsum(f"bhtm,{letters}->bthk", p_far.astype(entries.dtype), entries)
         kl = varying(jnp.zeros(first_BT.shape), o) if score is None else indexer_loss(p_far, score, allowed)
-        return o, kl, topk, made
+        return o, kl, topk, made, recall
 
     def rows(x: jax.Array) -> jax.Array:
         """[blocks, B, T, ...] back to [B, S, ...]."""
@@ -192,26 +198,33 @@ def attend_reference(
     """What `attend` computes, from whole masks: quadratic in S, short, the oracle of the tests."""
     B, S, _, K = q_BSHK.shape
     t, s = jnp.arange(S)[:, None], jnp.arange(S)
-    keys, kl, topk, made = kv_BSK, jnp.zeros((B, S)), topk_BSk, None
+    keys, kl, topk, made, recall = kv_BSK, jnp.zeros((B, S)), topk_BSk, None, None
     allowed = (s <= t) & (s > t - window) & (s >= (first_BS if near_BS is None else near_BS)[..., None])
     if entries_BMK is not None and at is not None and entries_BMK.shape[1]:
         M = entries_BMK.shape[1]
-        entry = (at.end_BM[:, None] <= t) & (at.start_BM[:, None] >= first_BS[..., None])
+        entry = visible = (at.end_BM[:, None] <= t) & (at.start_BM[:, None] >= first_BS[..., None])
         if index is not None:
             score = index_scores(index.q_BSIJ, index.w_BSI, index.k_BMJ)
             if index.pool and index.candidates_BSc is None:
                 made = candidate_blocks(score, entry, at, *index.pool)
             elif index.pool and index.candidates_BSc is not None:
-                entry &= in_blocks(index.candidates_BSc, M, index.pool[1])
+                entry = visible & in_blocks(index.candidates_BSc, M, index.pool[1])
             topk = best_entries(score, entry, min(index.topk, M)) if index.topk else None
+            asked = best_entries(score, entry, min(index.recall, M)) if index.recall else None
         if topk is not None:
             entry = (topk[..., None] == jnp.arange(M)).any(2)
         keys = jnp.concatenate([keys, entries_BMK], axis=1)
-        allowed = jnp.concatenate([allowed, entry], axis=2)
-    logit = jnp.einsum("bthk,bsk->bhts", q_BSHK, keys) * K**-0.5
-    logit = jnp.where(allowed[:, None], logit, -jnp.inf)
-    sink = jnp.broadcast_to(sink_H[:, None, None], (*logit.shape[:-1], 1))
-    p = jax.nn.softmax(jnp.concatenate([logit, sink], axis=-1), axis=-1)[..., :-1]
+        allowed, every = (jnp.concatenate([allowed, far], axis=2) for far in (entry, visible))
+
+    def softmax(allowed: jax.Array) -> jax.Array:
+        logit = jnp.einsum("bthk,bsk->bhts", q_BSHK, keys) * K**-0.5
+        logit = jnp.where(allowed[:, None], logit, -jnp.inf)
+        sink = jnp.broadcast_to(sink_H[:, None, None], (*logit.shape[:-1], 1))
+        return jax.nn.softmax(jnp.concatenate([logit, sink], axis=-1), axis=-1)[..., :-1]
+
+    p = softmax(allowed)
     if index is not None and keys is not kv_BSK:
         kl = indexer_loss(p[..., S:], score, entry)
-    return Attended(jnp.einsum("bhts,bsk->bthk", p, keys), kl, topk, made)
+        if asked is not None:
+            recall = indexer_recall(softmax(every)[..., S:], visible, asked)
+    return Attended(jnp.einsum("bhts,bsk->bthk", p, keys), kl, topk, made, recall)

@@ -19,6 +19,7 @@ class Index(NamedTuple):
 
     `topk` = 0 attends to every visible entry and still trains the indexer (warm-up). `pool` = (blocks,
     entries of a block) makes a pool of candidates; `candidates` is one made before, to select from.
+    `recall` > 0 also measures how much of the attention that many picks cover.
     """
 
     q_BSIJ: jax.Array
@@ -27,6 +28,7 @@ class Index(NamedTuple):
     topk: int
     pool: tuple[int, int] | None = None
     candidates_BSc: jax.Array | None = None
+    recall: int = 0
 
 
 def index_scores(q_BTIJ: jax.Array, w_BTI: jax.Array, k_BMJ: jax.Array) -> jax.Array:
@@ -49,6 +51,21 @@ def indexer_loss(p_BHTM: jax.Array, score_BTM: jax.Array, allowed_BTM: jax.Array
     safe = jnp.where(allowed_BTM.any(-1, keepdims=True), score, 0.0)
     log_q = jnp.where(allowed_BTM, jax.nn.log_softmax(safe, axis=-1), 0.0)
     return (jax.scipy.special.xlogy(target, target) - target * log_q).sum(-1)
+
+
+def indexer_recall(p_BHTM: jax.Array, visible_BTM: jax.Array, topk_BTk: jax.Array) -> jax.Array:
+    """How much of the attention the k selected entries cover, fp32 [B, T, 3], to be added up over queries.
+
+    The share of the attention on all visible entries (a softmax that has them all, summed over heads) that falls
+    on the selected ones; k over the number of visible ones, which is what a choice at random covers; and 1. Zeros
+    where no more than k are visible: there is nothing to choose.
+    """
+    mass_BTM, visible = p_BHTM.sum(1), visible_BTM.sum(-1)
+    picked = jnp.take_along_axis(mass_BTM, jnp.maximum(topk_BTk, 0), axis=2)
+    covered, total = jnp.where(topk_BTk >= 0, picked, 0.0).sum(-1), mass_BTM.sum(-1)
+    counts = (visible > topk_BTk.shape[2]) & (total > 0)
+    share, chance = covered / jnp.where(counts, total, 1.0), topk_BTk.shape[2] / jnp.maximum(visible, 1)
+    return jnp.where(counts[..., None], jnp.stack([share, chance, jnp.ones_like(share)], -1), 0.0)
 
 
 def best_entries(score_BTM: jax.Array, visible_BTM: jax.Array, k: int) -> jax.Array:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation on held-out documents: of text, and of text after an image, with that image and with another."""
+"""Evaluation on held-out documents: of text, and of text after an image, with that image and with another; and of
+the indexer's choice."""
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,7 +26,11 @@ Sums = dict[str, tuple[jax.Array, jax.Array]]
 
 def make_eval_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], Sums]:
     """Sum of the next-token cross-entropies of a batch, in nats, and the number of targets: of `text`, and
-    with a vision tower of the targets after an `image` in their document."""
+    with a vision tower of the targets after an `image` in their document.
+
+    Where an indexer is at work, also sums over its queries: `recall`, `recall_random` (see `indexer_recall`).
+    """
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, recall=True))
     graphdef = nnx.graphdef(abstract_model(cfg))
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> Sums:
@@ -34,7 +40,11 @@ def make_eval_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], 
         if "token_types" in batch:
             after = after_image(batch["token_types"], out.at.docs.first_BS)
             targets = {"text": jnp.where(after, -1, batch["targets"]), "image": jnp.where(after, batch["targets"], -1)}
-        return {kind: (cross_entropy(out.h, whole(model.head), t), (t >= 0).sum()) for kind, t in targets.items()}
+        sums = {kind: (cross_entropy(out.h, whole(model.head), t), (t >= 0).sum()) for kind, t in targets.items()}
+        if recalls := [told["recall"] for told in out.layers if "recall" in told]:
+            covered, chance, queries = sum(recalls)
+            sums |= {"recall": (covered, queries), "recall_random": (chance, queries)}
+        return sums
 
     return step
 
@@ -73,7 +83,9 @@ def evaluate(
     """Mean cross-entropies in nats by metric: `eval_loss` of text, and if there are images `eval_loss_image` and
     `eval_loss_wrong_image` of text after an image, with the image and with another of its size.
 
-    Without any document of text alone, `eval_loss` is of all targets.
+    Without any document of text alone, `eval_loss` is of all targets. `eval_recall` is the share of the attention
+    to compressed entries that the indexer's choice covers, over all queries that see more than it may choose and
+    all indexers; a choice at random would cover `eval_recall_random`.
     """
 
     def means(batches: Iterable[Batch]) -> dict[str, float]:
@@ -86,7 +98,7 @@ def evaluate(
     if "image" in found:
         scalars["eval_loss_image"] = found["image"]
         scalars["eval_loss_wrong_image"] = means(wrong_images(batches))["image"]
-    return scalars
+    return scalars | {f"eval_{kind}": found[kind] for kind in ("recall", "recall_random") if kind in found}
 
 
 def unigram_entropy(evaluation: list[Batch]) -> float:
