@@ -3,20 +3,47 @@
 
 python -m dsv4_jax plan configs/v41_flash.py
 
-The model is the published one, with its three draft blocks. The run is pre-training until 34T tokens: sparse
-attention from the first step, no pool of candidates and no YaRN (our reading: both belong to later stages), one text
-token map for both modalities, seven text tokens to one of images. The data paths and the mesh of 4096 devices are
-examples; model.engram_token_map has to name the tokenizer.json of the released model.
+The model is the published one, with its three draft blocks, and so is the run: sparse attention from the first
+step, no pool of candidates (it belongs to post-training), one text token map for both modalities, seven text tokens
+to one of images. The vision tower comes pre-trained and stays as it is, but for its last norm, until the decay. The
+data paths and the meshes of 4096 devices are examples; model.engram_token_map has to name the tokenizer.json of the
+released model.
 """
 
-from dsv4_jax.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from dsv4_jax.config import Config, DataConfig, LossConfig, MeshConfig, ModelConfig, OptimConfig, Stage, TrainConfig
 from dsv4_jax.optim.schedules import DEEPSEEK_V41_FLASH
+
+T = 10**12
+
+
+def stages() -> tuple[Stage, ...]:
+    """Constant rate with a frozen vision tower, decay with all of it, 1M rows."""
+    return (
+        Stage(name="64K", until=28 * T, changes={"train.frozen": r"^vision\.(?!norm\b)"}),
+        Stage(
+            name="decay",
+            until=34 * T,
+            changes={"train.frozen": "", "optim.vision_factor": 0.1},
+            chosen=("optim.vision_factor",),
+        ),
+        Stage(
+            name="1M",
+            until=45 * T,
+            changes={
+                "data.seq_len": 2**20,
+                "data.batch_size": 96,
+                "mesh.data": 2,
+                "mesh.context": 128,
+                "model.yarn": True,
+            },
+            chosen=("model.yarn",),
+        ),
+    )
 
 
 def config() -> Config:
     """Two window layers, 18 of CSA2 at ratio 2 and 20 at ratio 1; Engrams before layers 1 and 14; vision; DSpark."""
     recipe = DEEPSEEK_V41_FLASH
-    steps = recipe.steps
     return Config(
         model=ModelConfig(
             vocab_size=129280,
@@ -61,8 +88,9 @@ def config() -> Config:
             learning_rate=recipe.peak,
             end_learning_rate=recipe.end,
             warmup_steps=recipe.warmup_steps,
-            decay_steps=steps - recipe.clock.steps(recipe.decay[0]),
+            decay_tokens=recipe.decay,
         ),
         mesh=MeshConfig(data=32, expert=16, context=8),
-        train=TrainConfig(steps=steps, run_dir="runs/v41_flash", eval_every=1000, accumulate=3),
+        train=TrainConfig(run_dir="runs/v41_flash", eval_every=1000, accumulate=3),
+        stages=stages(),
     )

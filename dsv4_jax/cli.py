@@ -44,8 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """`python -m dsv4_jax COMMAND`."""
     parser = argparse.ArgumentParser(prog="python -m dsv4_jax", description="Commands beside train.py.")
     commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser("plan", help="print a configuration's layers, parameters, objective and optimizer")
+    plan = commands.add_parser("plan", help="print a run's stages, layers, parameters, objective and optimizer")
     plan.add_argument("--topology", help="also compile the step for this TPU slice, such as v5p:2x2x1")
+    plan.add_argument("--stage", type=int, default=1, help="which stage of the run to describe (default 1)")
     plan.add_argument("config", help="a configuration file")
     plan.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key value ...")
     data = commands.add_parser("data", help="tokenise a configuration's sources ahead of time, and describe them")
@@ -71,21 +72,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _plan(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
+    if not 1 <= args.stage <= len(config.legs):
+        raise ConfigError(f"--stage {args.stage}: the run has {len(config.legs)} stages, numbered from 1")
     from dsv4_jax import summary
     from dsv4_jax.mesh import abstract_mesh
     from dsv4_jax.train.step import objective_weights
 
-    with abstract_mesh(config.mesh.data, config.mesh.expert, config.mesh.context):
-        optimizer, parameters = summary.describe_optimizer(config)
-        objective = summary.describe_objective(objective_weights(config))
-        matrices, attention = summary.operations_per_token(config.model, config.data.seq_len)
+    leg = config.legs[args.stage - 1]
+    if config.stages:
+        print(*summary.describe_stages(config), "", f"Stage {args.stage}, {leg.stage.name}:", sep="\n")
+    with abstract_mesh(leg.cfg.mesh.data, leg.cfg.mesh.expert, leg.cfg.mesh.context):
+        optimizer, parameters = summary.describe_optimizer(leg.cfg)
+        objective = summary.describe_objective(objective_weights(leg.cfg))
+        matrices, attention = summary.operations_per_token(leg.cfg.model, leg.cfg.data.seq_len)
         work = f"operations  {matrices:.3g} a token in matrices, {attention:.3g} in attention, forward and backward"
-        print(*summary.describe_model(config.model), work, objective, optimizer, "", parameters, sep="\n")
-        print("", *summary.describe_placement(config), summary.describe_activations(config), sep="\n")
+        print(*summary.describe_model(leg.cfg.model), work, objective, optimizer, "", parameters, sep="\n")
+        print("", *summary.describe_placement(config), summary.describe_activations(leg.cfg), sep="\n")
     if args.topology:
         from dsv4_jax.topology import compile_for
 
-        print("", *compile_for(config, args.topology), sep="\n")
+        print("", *compile_for(config, args.topology, leg), sep="\n")
 
 
 def _data(args: argparse.Namespace) -> None:

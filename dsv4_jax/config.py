@@ -16,7 +16,7 @@ from dsv4_jax.validate import ConfigError, Section, nearest
 # Keys of the model that may change in a run: they leave its arrays alone.
 RUNTIME = {
     *("attention", "attention_block", "compute_dtype", "remat", "select", "yarn"),
-    *("expert_matmul", "expert_exchange", "expert_waves", "expert_gradients"),
+    *("expert_matmul", "expert_exchange", "expert_waves", "expert_gradients", "recall"),
 }
 
 

@@ -3,6 +3,7 @@
 
 import collections
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.extend as jex
@@ -14,7 +15,15 @@ from dsv4_jax.mesh import RULES, act_spec
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import structure
 from dsv4_jax.optim.groups import block_count, group_leaves
-from dsv4_jax.train.state import abstract_batch, abstract_model, abstract_state, frozen, parameter_groups, split_trained
+from dsv4_jax.train.state import (
+    abstract_batch,
+    abstract_model,
+    abstract_state,
+    frozen,
+    parameter_groups,
+    schedule,
+    split_trained,
+)
 from dsv4_jax.train.step import denominators, make_objective
 
 
@@ -79,6 +88,47 @@ def describe_model(cfg: ModelConfig) -> list[str]:
     return [*lines, f"attention   {cfg.attention}, YaRN {'on' if cfg.yarn else 'off'}"]
 
 
+_UNITS = (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")
+
+
+def describe_stages(cfg: Config) -> list[str]:
+    """The stages as a table, a line each, and what in it is our choice."""
+    count = lambda tokens: f"{tokens / 1e12:.7g}T" if tokens >= 1e12 else f"{tokens / 1e6:,.7g}M"
+    rows = [
+        ("stage", "from", "to", "tokens", "steps", "rows x positions", "batch", "learning rate", "attention", "also")
+    ]
+    shown = {"data.batch_size", "data.seq_len", "optim.learning_rate", "model.attention"}
+    for leg in cfg.legs:
+        data, optim, chosen = leg.cfg.data, leg.cfg.optim, set(leg.stage.chosen)
+        mark = lambda text, *keys, chosen=chosen: text + "*" * bool(chosen & set(keys))
+        rate = schedule(optim, leg.cfg.steps, leg.clock)
+        rates = [f"{rate(step):.3g}" for step in (leg.first, leg.last - 1)]
+        tokens = leg.clock.tokens(leg.first), leg.clock.tokens(leg.last)
+        also = [mark(f"{k} = {v!r}", k) for k, v in leg.stage.changes.items() if k not in shown]
+        rows.append(
+            (
+                leg.stage.name,
+                count(tokens[0]),
+                mark(count(tokens[1]), "until"),
+                count(tokens[1] - tokens[0]),
+                f"{leg.last - leg.first:,}",
+                f"{data.batch_size:,} x {data.seq_len:,}",
+                mark(count(data.batch_size * data.seq_len), "data.batch_size"),
+                mark(" to ".join(dict.fromkeys(rates)), "optim.learning_rate"),
+                leg.cfg.model.attention,
+                ", ".join(also),
+            )
+        )
+    some = any(leg.stage.chosen for leg in cfg.legs)
+    return [*columns(rows), *["* our choice, where the report of the model is silent"] * some]
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines of text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def describe_objective(weights: dict[str, float]) -> str:
     """The objective as a sum."""
     return "objective   " + " + ".join(name if w == 1 else f"{w:g} {name}" for name, w in weights.items())
@@ -121,8 +171,7 @@ def describe_placement(cfg: Config) -> list[str]:
         count = f"{len(names)} x {size:,}" if len(names) > 1 else f"{size:,}"
         placed = ", ".join("-" if axis is None else str(axis) for axis in spec)
         rows.append((" x ".join(map(str, shape)), placed, count, " ".join(dict.fromkeys(names))))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = columns(rows)
     lines += [f"not split: {' '.join(dict.fromkeys(names))} ({why})" for why, names in whole.items()]
     held = (("parameters", state.params), ("gradients", state.params), ("optimizer", state.opt_state))
     return [*lines, "bytes per device: " + ", ".join(f"{name} {_bytes(tree):,}" for name, tree in held)]

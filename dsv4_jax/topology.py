@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from dsv4_jax.config import Config
+from dsv4_jax.config import Config, Leg
 from dsv4_jax.mesh import AXES
 from dsv4_jax.train.state import abstract_batch, abstract_state
 from dsv4_jax.train.step import make_train_step
@@ -35,14 +35,16 @@ def collectives(program: str) -> list[tuple[str, int, tuple[int, ...]]]:
     return found
 
 
-def compile_for(cfg: Config, topology: str) -> list[str]:
-    """Compiles the step of `cfg` for a TPU slice such as `v5p:2x2x1` and describes it, a line each.
+def compile_for(run: Config, topology: str, leg: Leg | None = None) -> list[str]:
+    """Compiles a step of a run, or of a stage, for a TPU slice such as `v5p:2x2x1` and describes it, a line each.
 
     Raises:
         ConfigError: if there is no TPU compiler or no such slice, or its devices are not the mesh's.
     """
     from jax.experimental import topologies
 
+    leg = leg or run.legs[0]
+    cfg = leg.cfg
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:
@@ -59,8 +61,8 @@ def compile_for(cfg: Config, topology: str) -> list[str]:
     mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
         batch = abstract_batch(cfg, cfg.data.batch_size)
-        step = jax.jit(make_train_step(cfg), donate_argnums=0)
-        program = step.trace(abstract_state(cfg), batch).lower(lowering_platforms=("tpu",)).compile()
+        step = jax.jit(make_train_step(cfg, leg.clock), donate_argnums=0)
+        program = step.trace(abstract_state(run), batch).lower(lowering_platforms=("tpu",)).compile()
     memory, text = program.memory_analysis(), program.as_text()
     lines = [f"compiled    for {len(devices)} x {devices[0].device_kind} ({topology})"]
     if memory is not None:
