@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules in tokens: the published values, exact counts, and the same inside and outside of jit."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dsv4_jax as ds
 from dsv4_jax.optim.schedules import (
     DEEPSEEK_V4_FLASH,
     DEEPSEEK_V4_PRO,
@@ -16,6 +20,7 @@ from dsv4_jax.optim.schedules import (
     Stepwise,
     trapezoid,
 )
+from dsv4_jax.train.state import frozen, schedule
 
 T = 10**12
 
@@ -79,3 +84,36 @@ def test_refuses(changes):
         Stepwise(changes)
     with pytest.raises(ValueError, match="decay_from <= decay_to"):
         trapezoid(1.0, 0.1, 4, 100, 90)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("v4_flash", DEEPSEEK_V4_FLASH), ("v4_pro", DEEPSEEK_V4_PRO), ("v41_flash", DEEPSEEK_V41_FLASH)],
+)
+def test_the_published_runs_as_stages(name, recipe):
+    """Their stages have the recipe's batch, length and rate at any token count, and end where it does."""
+    legs = ds.load_config(ROOT / "configs" / f"{name}.py").legs
+    assert legs[-1].last == legs[0].cfg.steps and legs[-1].stage.until == recipe.tokens
+    for leg in legs:
+        data, rate = leg.cfg.data, schedule(leg.cfg.optim, leg.cfg.steps, leg.clock)
+        for step in (leg.first, (leg.first + leg.last) // 2, leg.last - 1):
+            seen = leg.clock.tokens(step)
+            assert (data.batch_size * data.seq_len, data.seq_len) == (recipe.batch(seen), recipe.length(seen))
+            assert leg.clock.tokens(step) == recipe.clock.tokens(step)
+            if leg.cfg.model.attention != "warmup":
+                assert rate(step) == pytest.approx(recipe.learning_rate(step), rel=1e-12)
+    stages = {"sparse"} if name == "v41_flash" else {"dense", "warmup", "sparse"}
+    assert {leg.cfg.model.attention for leg in legs} == stages
+
+
+def test_the_published_runs_change_where_the_reports_say():
+    """V4: dense for the first 1T tokens of Flash, MTP weight 0.1 from the decay on; V4.1: the vision tower's thaw."""
+    flash, v41 = (ds.load_config(ROOT / "configs" / f"{name}.py").legs for name in ("v4_flash", "v41_flash"))
+    assert {leg.cfg.model.attention for leg in flash if leg.stage.until <= T} == {"dense"}
+    assert {leg.cfg.data.seq_len for leg in flash if leg.cfg.model.attention != "dense"} == {65536, 2**20}
+    decay = DEEPSEEK_V4_FLASH.decay[0]
+    assert {leg.cfg.loss.mtp for leg in flash if leg.clock.tokens(leg.first) >= decay} == {0.1}
+    assert {leg.cfg.loss.mtp for leg in flash if leg.clock.tokens(leg.first) < decay} == {0.3}
+    names = ["vision.norm", "vision.layers.0.attn.wq.weight", "aligner.w1.weight", "embed"]
+    held = lambda leg: [name for name in names if re.search(frozen(leg.cfg), name)]
+    assert [held(leg) for leg in v41] == [[names[1]], [], []]
