@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from runs import MODEL, metrics, small, timeless, train
 
 import dsv4_jax as ds
-from dsv4_jax.config import AnticipationConfig, RoutingConfig, SpikesConfig, Stage, TrainConfig
+from dsv4_jax.config import AnticipationConfig, MeshConfig, RoutingConfig, SpikesConfig, Stage, TrainConfig
 from dsv4_jax.config_files import config_from_json
+from dsv4_jax.mesh import make_mesh
 from dsv4_jax.train import loop
 from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.feed import read_data
@@ -357,3 +358,18 @@ def test_recall_rises_from_dense_attention_through_the_warm_up_to_sparse(tmp_pat
     assert recall[110] > 1.6 * chance and recall[110] > recall[80] + 0.05 and recall[130] > 1.6 * chance
     assert lines[110]["indexer_loss"] < 0.2 * lines[80]["indexer_loss"]
     assert lines[80]["eval_loss"] == lines[110]["eval_loss"]
+
+
+def test_a_stage_with_another_mesh(corpus, tmp_path):
+    """The state moves to it; the losses are those on one mesh."""
+    losses = {}
+    for name, change in (("one", {}), ("two", {"mesh.data": 1, "mesh.expert": 2, "mesh.context": 4})):
+        cfg = small(corpus, tmp_path / name)
+        data, grid = dataclasses.replace(cfg.data, batch_size=8), MeshConfig(data=8)
+        cfg = staged(dataclasses.replace(cfg, data=data, mesh=grid), ("a", 3 * 512, {}), ("b", 6 * 512, change))
+        with jax.set_mesh(make_mesh(8)):
+            train(cfg)
+            assert tuple(jax.sharding.get_abstract_mesh().shape.values()) == ((1, 2, 4) if change else (8, 1, 1))
+        losses[name] = [loss for _, loss in lines_of(tmp_path / name, "loss")]
+    assert jax.sharding.get_abstract_mesh().size == 1
+    np.testing.assert_allclose(losses["two"], losses["one"], rtol=1e-5)
