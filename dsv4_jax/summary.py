@@ -93,7 +93,7 @@ _UNITS = (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")
 
 def describe_stages(cfg: Config) -> list[str]:
     """The stages as a table, a line each, and what in it is our choice."""
-    count = lambda tokens: f"{tokens / 1e12:.7g}T" if tokens >= 1e12 else f"{tokens / 1e6:,.7g}M"
+    count = lambda n: next(f"{n / size:.5g}{letter}" for size, letter in _UNITS if n >= size or size == 1)
     rows = [
         ("stage", "from", "to", "tokens", "steps", "rows x positions", "batch", "learning rate", "attention", "also")
     ]

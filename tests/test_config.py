@@ -77,6 +77,12 @@ def test_every_key_can_be_named_on_the_command_line():
         ("--optim.b1 1", ["optim.b1 = 1"]),
         ("--loss.mtp -1", ["loss.mtp = -1"]),
         ("--optim.warmup-steps 1000", ["optim.warmup_steps", "train.steps"]),
+        ("--optim.decay-tokens 5", ["optim.decay_tokens", "two counts"]),
+        ("--train.steps 0", ["train.steps", "stages"]),
+        ("--routing.anticipation.mode auto --spikes.loss 0 --spikes.grad-norm 0", ["spikes.loss", "auto"]),
+        ("--spikes.skip -2", ["spikes.skip = -2", "-1"]),
+        ("--routing.anticipation.delay -1", ["routing.anticipation.delay = -1"]),
+        ("--routing.anticipation.dely 1", ["'routing.anticipation.dely'", "'routing.anticipation.delay'"]),
         ("--model.n-mtp-layers 0 --model.compress-ratios 0 4 32 4 32", ["loss.mtp", "MTP block"]),
     ],
 )
