@@ -432,7 +432,9 @@ class Config(Section):
         if mode == "auto" and not watched:
             raise ConfigError("routing.anticipation.mode = 'auto' needs spikes.loss or spikes.grad_norm above 0")
         if mode != "off" and self.train.stage == "draft":
-            raise ConfigError(f"routing.anticipation.mode = {mode!r} is for pre-training, not for train.stage = 'draft'")
+            raise ConfigError(
+                f"routing.anticipation.mode = {mode!r} is for pre-training, not for train.stage = 'draft'"
+            )
         if not optim.decay_tokens and optim.warmup_steps + optim.decay_steps > steps:
             raise ConfigError(
                 f"optim.warmup_steps + optim.decay_steps = {optim.warmup_steps + optim.decay_steps} "

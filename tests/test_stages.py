@@ -50,13 +50,13 @@ def grown(corpus, run_dir, **changes):
 def test_token_counts_decide_exactly(parts):
     """A step belongs to the stage in which it begins, by counting one step after another."""
     base = ds.Config(model=MODEL, train=TrainConfig(steps=9), optim=small("", "").optim)
-    untils = list(itertools.accumulate(length for length, _, _ in parts))
+    ends = list(itertools.accumulate(length for length, _, _ in parts))
     stages = [
         (str(i), u, {"data.batch_size": b, "data.seq_len": s})
-        for i, (u, (_, b, s)) in enumerate(zip(untils, parts, strict=True))
+        for i, (u, (_, b, s)) in enumerate(zip(ends, parts, strict=True))
     ]
     seen, step, want = 0, 0, []
-    for until, (_, b, s) in zip(untils, parts, strict=True):
+    for until, (_, b, s) in zip(ends, parts, strict=True):
         first = step
         while seen < until:
             seen, step = seen + b * s, step + 1

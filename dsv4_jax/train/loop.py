@@ -321,7 +321,7 @@ class _Trainer:
         if self.bad:
             told = f"objective {scalars['objective']}, gradient norm {scalars['grad_norm']}"
             self.event(step, "skipped", told)
-        else:
+        elif math.isfinite(scalars["loss"]):
             spiked = spike(leg.cfg.spikes, history.recent, scalars["loss"], scalars["grad_norm"])
         if spiked:
             history.spikes += 1
