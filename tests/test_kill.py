@@ -39,7 +39,7 @@ def config(run_dir):
     data = DataConfig(path=TEXT, seq_len=32, batch_size=2, held_out=0.3, workers=2)
     return Config(model=model, train=train, optim=optim, data=data, loss=LossConfig(mtp=0.0))
 
-def make_step(cfg):
+def make_step(cfg, clock):
     "In place of the model: what it tells and becomes depends on all that it has seen."
     def step(state, batch):
         seen = sum(jnp.sin(x * jnp.arange(1.0, x.size + 1).reshape(x.shape)).sum() for x in batch.values())
