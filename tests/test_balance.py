@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 from golden_models import empty_model, ruled_model, small_config
 
+from dsv4_jax.config import Config, LossConfig, TrainConfig
 from dsv4_jax.model.params import RouterBias
-from dsv4_jax.train.step import balance_metrics, denominators, losses, update_biases
+from dsv4_jax.train.step import balance_metrics, denominators, loaded_layers, losses, update_biases
 
 E, k = 4, 2
 MODEL = small_config(n_layers=3, compress_ratios=(0, 0, 0, 0), n_hash_layers=1)
@@ -52,10 +53,13 @@ def test_loads_are_split_by_modality_where_there_are_images(two: bool):
         assert found.reshape(-1, E)[0].tolist() == count(told, real).tolist()
 
 
+NAMES = ["0", "1", "2", "mtp"]
+
+
 def test_every_layer_tells_its_fullest_expert():
     """A hashed layer, two learned ones, the MTP block; the worst of them is `load_max`."""
     load = jnp.array([[1, 1, 1, 1], [3, 1, 0, 0], [0, 2, 2, 0], [8, 0, 0, 0]], jnp.float32)
-    found = jax.jit(balance_metrics)(load, buffers_of(MODEL))
+    found = balance_metrics(load, buffers_of(MODEL), NAMES)
     want = {"load_max/0": 1, "load_max/1": 3, "load_max/2": 2, "load_max/mtp": 4, "load_max": 4}
     assert {name: float(x) for name, x in found.items() if name in want} == want
     assert sum(name.startswith("load_max/") for name in found) == 4
@@ -63,20 +67,28 @@ def test_every_layer_tells_its_fullest_expert():
 
 def test_images_have_loads_of_their_own():
     load = jnp.array([[[1, 1, 1, 1], [4, 0, 0, 0]]] * 4, jnp.float32)
-    found = jax.jit(balance_metrics)(load, buffers_of(MODEL))
+    found = balance_metrics(load, buffers_of(MODEL), NAMES)
     assert found["load_max/mtp"] == 2.5 and found["load_max/mtp_image"] == 4 == found["load_max_image"]
-    found = jax.jit(balance_metrics)(load.at[:, 1].set(0), buffers_of(MODEL))
+    found = balance_metrics(load.at[:, 1].set(0), buffers_of(MODEL), NAMES)
     assert found["load_max/2"] == 1 and np.isnan(found["load_max/2_image"])
 
 
-@pytest.mark.parametrize("blocks, names", [(1, ["mtp"]), (2, ["mtp.0", "mtp.1"])])
-def test_loads_of_the_drafter_are_named_so(blocks: int, names: list[str]):
-    cfg = dataclasses.replace(
-        MODEL, compress_ratios=(0,) * (3 + blocks), n_mtp_layers=blocks, dspark_target_layer_ids=(1,),
-        dspark_n_routed_experts=6, dspark_noise_token_id=1,
-    )  # fmt: skip
-    found = jax.jit(balance_metrics)(jnp.ones((blocks, 6)), buffers_of(cfg))
-    assert [name for name in found if "/" in name] == [f"load_max/{name}" for name in names]
+def test_names_of_the_layers_that_have_loads():
+    drafts = {
+        "compress_ratios": (0,) * 5,
+        "n_mtp_layers": 2,
+        "dspark_target_layer_ids": (1,),
+        "dspark_noise_token_id": 1,
+    }
+    none = LossConfig(mtp=0.0)
+    for changes, stage, names in (
+        ({}, "pretrain", NAMES),
+        ({"n_mtp_layers": 0, "compress_ratios": (0, 0, 0)}, "pretrain", NAMES[:3]),
+        (drafts, "pretrain", NAMES[:3]),
+        (drafts, "draft", ["mtp.0", "mtp.1"]),
+    ):
+        train = TrainConfig(steps=200, stage=stage)
+        assert loaded_layers(Config(model=dataclasses.replace(MODEL, **changes), loss=none, train=train)) == names
 
 
 def test_one_bias_moves_by_the_load_of_both():

@@ -2,7 +2,7 @@
 """One training step: batch -> losses -> gradients -> optimizer -> balance biases -> metrics."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -135,25 +135,24 @@ def gradient_norms(grads: nnx.State) -> dict[str, jax.Array]:
     return norms
 
 
-def balance_metrics(load_LE: jax.Array, buffers: nnx.State) -> dict[str, jax.Array]:
+def balance_metrics(load_LE: jax.Array, buffers: nnx.State, names: Sequence[str]) -> dict[str, jax.Array]:
     """How even the experts' loads are, over layers, and how far the router biases have gone.
 
-    `load_max`: tokens of the fullest expert over the mean, in the worst layer, and `load_max/LAYER` in each;
+    `load_max`: tokens of the fullest expert over the mean, in the worst layer, and `load_max/NAME` in each;
     `load_dead`: share of experts without a token; `load_entropy`: of a layer's loads over that of even ones, on
     average; `bias_max`. With loads of text and images [L, 2, E] there are all but the last of image tokens too,
     ending in `_image`; NaN without any.
     """
     if load_LE.ndim == 3:
-        of_images = balance_metrics(load_LE[:, 1], buffers)
+        of_images = balance_metrics(load_LE[:, 1], buffers, names)
         del of_images["bias_max"]
         some = load_LE[:, 1].sum() > 0
         of_images = {f"{name}_image": jnp.where(some, value, jnp.nan) for name, value in of_images.items()}
-        return balance_metrics(load_LE.sum(1), buffers) | of_images
+        return balance_metrics(load_LE.sum(1), buffers, names) | of_images
     total = jnp.maximum(load_LE.sum(-1, keepdims=True), 1)
     entropy = jax.scipy.special.entr(load_LE / total).sum(-1) / max(math.log(load_LE.shape[-1]), 1e-9)
     biases = [v.get_value() for _, v in nnx.to_flat_state(buffers) if isinstance(v, RouterBias)]
     fullest = load_LE.max(-1) / jnp.maximum(load_LE.mean(-1), 1)
-    names = _loaded_layers(buffers, len(load_LE))
     return {f"load_max/{name}": x for name, x in zip(names, fullest, strict=True)} | {
         "load_max": fullest.max(),
         "load_dead": (load_LE == 0).mean(),
@@ -162,16 +161,13 @@ def balance_metrics(load_LE: jax.Array, buffers: nnx.State) -> dict[str, jax.Arr
     }
 
 
-def _loaded_layers(buffers: nnx.State, count: int) -> list[str]:
-    """Names of the layers that `count` loads are of: numbers, and `mtp` for the block after the last layer.
-
-    Fewer loads than layers are those of the draft blocks, numbered if there are several.
-    """
-    routers = [(path, v) for path, v in nnx.to_flat_state(buffers) if path[-1] in ("bias", "tid2eid")]
-    layers = sum(len(v.get_value()) for path, v in routers if path[0] == "groups")
-    if count < layers:
-        return ["mtp"] if count == 1 else [f"mtp.{i}" for i in range(count)]
-    return [*map(str, range(layers)), *["mtp"] * (count - layers)]
+def loaded_layers(cfg: Config) -> list[str]:
+    """Names of the layers whose experts' loads a step tells: numbers, and `mtp` for a draft block."""
+    layers = [str(i) for i in range(cfg.model.n_layers)]
+    blocks = ["mtp"] if cfg.model.n_mtp_layers == 1 else [f"mtp.{i}" for i in range(cfg.model.n_mtp_layers)]
+    if cfg.train.stage == "draft":
+        return blocks
+    return layers if cfg.model.dspark_target_layer_ids else layers + blocks
 
 
 def update_ratios(groups: Any, updates: Any, params: Any) -> dict[str, jax.Array]:
@@ -292,7 +288,7 @@ def make_train_step(
         before = (state.params, state.buffers, state.opt_state)
         params, buffers, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
         after = TrainState(params, buffers, opt_state, state.step + 1, state.skipped + ~finite)
-        metrics = found | balance_metrics(load_LE, buffers)
+        metrics = found | balance_metrics(load_LE, buffers, loaded_layers(cfg))
         metrics |= {f"update_ratio/{rule}": r for rule, r in update_ratios(groups, updates, trained).items()}
         metrics |= {
             "objective": total,
