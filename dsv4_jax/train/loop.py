@@ -2,14 +2,12 @@
 """The training loop: set up, resume, then in every stage fetch, step, log, save; at the end evaluate and sample."""
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import math
 import signal
-import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from rich.console import Console
 
 from dsv4_jax.config import Config, Leg
@@ -34,6 +31,7 @@ from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
 from dsv4_jax.train.feed import Data, put_batch, read_data, streams
 from dsv4_jax.train.metrics import Display, MetricsWriter
 from dsv4_jax.train.run_dir import History, changes, claim, resolved, write_events
+from dsv4_jax.train.signals import stop_signals
 from dsv4_jax.train.spikes import spike
 from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, init_state, split_trained
 from dsv4_jax.train.step import make_train_step, objective_weights
@@ -83,36 +81,6 @@ def run(cfg: Config, console: Console | None = None) -> None:
             return
         state = trainer.train(state)
     _report(cfg, state, trainer.held_out, trainer.evaluation, data[-1], console)
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Generator[Callable[[int], int]]:
-    """A function that tells, after a step, the signal to stop that has come, or 0: SIGTERM or Ctrl-C.
-
-    A second Ctrl-C ends the program at once. Several processes stop at the same step, after SIGTERM to any.
-    """
-    came = 0
-
-    def handle(number: int, frame: Any) -> None:
-        nonlocal came
-        if came:
-            raise KeyboardInterrupt
-        came = number
-
-    def told(step: int) -> int:
-        if jax.process_count() > 1:
-            return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else 0
-        return came
-
-    if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
-        yield told  # jax.distributed has its own handler; other threads may have none
-        return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield told
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Spike(Exception):
@@ -193,7 +161,7 @@ class _Trainer:
         cfg, step = self.cfg, int(state.step)
         run_dir = Path(cfg.train.run_dir)
         with (
-            _stop_signals() as self.stopped,
+            stop_signals() as self.stopped,
             MetricsWriter(run_dir if jax.process_index() == 0 else None, step) as self.writer,
             Display(self.console, cfg.steps, step) as self.display,
         ):
