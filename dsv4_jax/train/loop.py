@@ -23,7 +23,13 @@ from dsv4_jax.data.pipeline import Batch, Stream
 from dsv4_jax.mesh import on_cpu, start_devices, use_mesh
 from dsv4_jax.model.token_map import token_map
 from dsv4_jax.sample import sample
-from dsv4_jax.summary import describe_model, describe_objective, describe_optimizer, describe_placement
+from dsv4_jax.summary import (
+    describe_model,
+    describe_objective,
+    describe_optimizer,
+    describe_placement,
+    describe_stages,
+)
 from dsv4_jax.train.anticipation import abstract_routes, make_route, route_shape
 from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
@@ -72,6 +78,8 @@ def run(cfg: Config, console: Console | None = None) -> None:
         objective, (optimizer, _) = describe_objective(objective_weights(leg.cfg)), describe_optimizer(leg.cfg)
         for line in [*describe_model(leg.cfg.model), objective, optimizer, data[leg.number].line]:
             console.print(line)
+        if cfg.stages:
+            console.print(*describe_stages(cfg), sep="\n")
         if jax.sharding.get_abstract_mesh().size > 1:
             console.print(*describe_placement(cfg), sep="\n")
         trainer = _Trainer(cfg, data, checkpoints, console)
