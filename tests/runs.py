@@ -46,7 +46,7 @@ def config(corpus, run_dir, steps, **changes):
     train = TrainConfig(
         steps=steps, run_dir=str(run_dir), eval_every=4, eval_batches=2, checkpoint_every=3, sample_tokens=0
     )
-    optim = OptimConfig(learning_rate=1e-2, warmup_steps=2, decay_steps=0)
+    optim = OptimConfig(name="adamw", learning_rate=1e-2, warmup_steps=2, decay_steps=0)
     data = dataclasses.replace(DATA, path=corpus)
     return ds.Config(**{"model": MODEL, "data": data, "optim": optim, "train": train} | changes)
 
@@ -54,8 +54,7 @@ def config(corpus, run_dir, steps, **changes):
 def small(corpus, run_dir, **changes):
     """Eight steps of the small model."""
     cfg = config(corpus, run_dir, 8, model=SMALL, loss=LossConfig(mtp=0.0))
-    optim = dataclasses.replace(cfg.optim, name="adamw")
-    return dataclasses.replace(cfg, optim=optim, train=dataclasses.replace(cfg.train, **changes))
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **changes))
 
 
 def train(cfg):

@@ -186,6 +186,7 @@ def test_a_delay_of_0_is_off(corpus, tmp_path):
     assert timeless(metrics(tmp_path / "off")) == timeless(metrics(tmp_path / "zero"))
 
 
+@pytest.mark.slow
 def test_without_learning_the_delay_makes_no_difference(corpus, tmp_path, on):
     """With a learning rate of 0 and biases that stay."""
     lines = []
@@ -215,6 +216,7 @@ def test_resuming_in_the_middle_equals_never_having_stopped(corpus, tmp_path, on
     assert all((one[name] == two[name]).all() for name in one)
 
 
+@pytest.mark.slow
 def test_other_batches_after_a_resume_are_routed_anew(corpus, tmp_path, on):
     shutil.copytree(on, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "8")

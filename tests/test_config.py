@@ -34,15 +34,16 @@ def test_overrides_are_typed_and_leave_the_rest():
 
 
 def test_every_key_can_be_named_on_the_command_line():
-    cfg = ds.load_config(TINY)
+    cfg, flags = ds.load_config(TINY), []
     for key in keys(cfg):
         (*sections, name), value = key.split("."), cfg
         section = ".".join(sections)
         for part in (*sections, name):
             value = getattr(value, part)
         words = map(str, value) if isinstance(value, tuple | dict) else [str(value)]
-        flag = [f"--{section}.no-{name}"] if value is False else [f"--{key}"]
-        assert ds.load_config(TINY, flag if isinstance(value, bool) else [*flag, *words]) == cfg
+        flags += [f"--{section}.no-{name}"] if value is False else [f"--{key}"]
+        flags += [] if isinstance(value, bool) else words
+    assert ds.load_config(TINY, flags) == cfg
 
 
 @pytest.mark.parametrize(

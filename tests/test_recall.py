@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from test_attention import CASES, Case, inputs, segments
 
 import dsv4_jax as ds
-from dsv4_jax.config import Config, DataConfig, LossConfig
+from dsv4_jax.config import Config, DataConfig, LossConfig, TrainConfig
 from dsv4_jax.mesh import BATCH, make_mesh
 from dsv4_jax.ops.attention import attend, attend_reference
 from dsv4_jax.ops.documents import documents, windows
@@ -113,7 +113,9 @@ def batch():
 def evaluated(model, shape, **changes):
     """What evaluation says of two equal batches, on a mesh."""
     model = dataclasses.replace(model, init_std=0.3, **changes)
-    cfg = Config(model=model, data=DataConfig(seq_len=S, batch_size=B), loss=LossConfig(mtp=0.0))
+    cfg = Config(
+        model=model, data=DataConfig(seq_len=S, batch_size=B), loss=LossConfig(mtp=0.0), train=TrainConfig(steps=200)
+    )
     mesh = make_mesh(*shape)
     with jax.set_mesh(mesh):
         make = lambda: nnx.split(ds.DeepSeek(cfg.model, rngs=nnx.Rngs(0)), nnx.Param, ...)[1:]

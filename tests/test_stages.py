@@ -360,6 +360,7 @@ def test_recall_rises_from_dense_attention_through_the_warm_up_to_sparse(tmp_pat
     assert lines[80]["eval_loss"] == lines[110]["eval_loss"]
 
 
+@pytest.mark.slow
 def test_a_stage_with_another_mesh(corpus, tmp_path):
     """The state moves to it; the losses are those on one mesh."""
     losses = {}
