@@ -10,7 +10,7 @@ import jax.extend as jex
 from flax import nnx
 
 from dsv4_jax import optim
-from dsv4_jax.config import Config
+from dsv4_jax.config import Config, Leg
 from dsv4_jax.mesh import RULES, act_spec
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import structure
@@ -147,8 +147,10 @@ def describe_optimizer(cfg: Config) -> tuple[str, str]:
     return f"optimizer   {cfg.optim.name}: {', '.join(moved)}", optim.describe(params, groups)
 
 
-def describe_placement(cfg: Config) -> list[str]:
+def describe_placement(cfg: Config, leg: Leg | None = None) -> list[str]:
     """Where parameters lie on the mesh that is set: a line for all of one shape and spec, and their bytes.
+
+    Bytes of gradients are those of a stage, the first if not said.
 
     Parameters that a mesh axis would split, if it divided them, are named.
     """
@@ -173,7 +175,8 @@ def describe_placement(cfg: Config) -> list[str]:
         rows.append((" x ".join(map(str, shape)), placed, count, " ".join(dict.fromkeys(names))))
     lines = columns(rows)
     lines += [f"not split: {' '.join(dict.fromkeys(names))} ({why})" for why, names in whole.items()]
-    held = (("parameters", state.params), ("gradients", state.params), ("optimizer", state.opt_state))
+    trained, _ = split_trained((leg or cfg.legs[0]).cfg, state.params)
+    held = (("parameters", state.params), ("gradients", trained), ("optimizer", state.opt_state))
     return [*lines, "bytes per device: " + ", ".join(f"{name} {_bytes(tree):,}" for name, tree in held)]
 
 

@@ -39,7 +39,8 @@ def test_published_sizes(name, total, matrices, devices):
     assert said["operations"][0] / 6 == pytest.approx(matrices, rel=0.1) and said["operations"][1] > 1e9
     held, gradients, optimizer = said["bytes per device:"]
     assert 4 * total / devices <= held < 1.6 * 4 * total / devices and held < optimizer < 1.1 * held
-    assert gradients == held and 2e10 < said["activations"][0] < 2e11
+    assert 0.99 * held < gradients < held  # the indexer rests in the first stage
+    assert 2e10 < said["activations"][0] < 2e11
 
 
 def test_collectives_are_read_from_the_text():

@@ -81,7 +81,7 @@ def run(cfg: Config, console: Console | None = None) -> None:
         if cfg.stages:
             console.print(*describe_stages(cfg), sep="\n")
         if jax.sharding.get_abstract_mesh().size > 1:
-            console.print(*describe_placement(cfg), sep="\n")
+            console.print(*describe_placement(cfg, leg), sep="\n")
         trainer = _Trainer(cfg, data, checkpoints, console)
         state = trainer.start()
         if int(state.step) >= cfg.steps:
