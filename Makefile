@@ -12,7 +12,7 @@ test: check
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 test-all: check
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --hypothesis-profile thorough $(ARGS)
 
 soak: .venv/installed
 	KILLS=200 $(BIN)/python -m pytest tests/test_kill.py --timeout=0 $(ARGS)

@@ -35,7 +35,8 @@ from hypothesis import settings  # noqa: E402
 
 from dsv4_jax.mesh import make_mesh  # noqa: E402
 
-settings.register_profile("default", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=10)
+settings.register_profile("thorough", deadline=None, max_examples=50)
 settings.load_profile("default")
 
 

@@ -19,12 +19,12 @@ TENSORS = {
 }
 
 
-def test_only_its_own_loss_trains_the_indexer(golden):
+def test_only_its_own_loss_trains_the_indexer(pro):
     """With the loss all six tensors of every CSA layer move; no other gradient changes by a bit."""
-    without, with_loss = golden.next_token_loss(), golden.next_token_loss(indexer=1.0)
+    without, with_loss = pro.next_token_loss(), pro.next_token_loss(indexer=1.0)
     assert with_loss.loss > without.loss
     moved = {name for name, grad in with_loss.grads.items() if ".indexer." in name and np.abs(grad).max() > 0}
-    csa = [i for i, spec in enumerate(golden.cfg.layer_specs) if spec.ratio == 4]
+    csa = [i for i, spec in enumerate(pro.cfg.layer_specs) if spec.ratio == 4]
     assert moved == {f"layers.{i}.attn.indexer.{name}" for i in csa for name in TENSORS}
     for name, grad in without.grads.items():
         if ".indexer." in name:
@@ -33,8 +33,8 @@ def test_only_its_own_loss_trains_the_indexer(golden):
             np.testing.assert_array_equal(grad, with_loss.grads[name], err_msg=name)
 
 
-def test_the_loss_is_linear_in_its_weight(golden):
-    one, half = golden.next_token_loss(indexer=1.0), golden.next_token_loss(indexer=0.5)
+def test_the_loss_is_linear_in_its_weight(pro):
+    one, half = pro.next_token_loss(indexer=1.0), pro.next_token_loss(indexer=0.5)
     for name in (n for n in one.grads if ".indexer." in n):
         np.testing.assert_allclose(half.grads[name], 0.5 * one.grads[name], rtol=1e-5, atol=1e-9)
 
@@ -66,7 +66,7 @@ def test_dense_has_no_indexer_loss(stages):
         assert ("topk" in out.layers[0]) == (stage == "sparse")
 
 
-@pytest.mark.parametrize("stage", ["dense", "warmup"])
+@pytest.mark.parametrize("stage", [pytest.param("dense", marks=pytest.mark.slow), "warmup"])
 def test_stages_train_the_indexer_or_not(stages, stage: str):
     """Dense leaves it alone: gradients of exactly zero rather than none. Warm-up trains it, with no top-k."""
     model, _ = stages[stage]

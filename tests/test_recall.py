@@ -124,7 +124,7 @@ def evaluated(model, shape, **changes):
         return evaluate(jax.jit(make_eval_step(cfg)), state, [batch()] * 2, put)
 
 
-@pytest.mark.parametrize("name, shape", [("CSA", (2, 2, 2)), ("CSA2", (1, 1, 8))])
+@pytest.mark.parametrize("name, shape", [("CSA", (2, 2, 2)), pytest.param("CSA2", (1, 1, 8), marks=pytest.mark.slow)])
 def test_evaluation_on_any_mesh(name: str, shape):
     """The same on one device and on eight, masked and gathered; the choice at random by counting."""
     model = MODELS[name]
@@ -135,6 +135,7 @@ def test_evaluation_on_any_mesh(name: str, shape):
     assert 0 < one["eval_recall"] < 1
 
 
+@pytest.mark.slow
 def test_stages():
     """Warm-up tells it too; dense, which leaves the indexer alone, and rows without a choice tell nothing."""
     want = {"eval_loss", "eval_recall", "eval_recall_random"}

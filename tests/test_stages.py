@@ -119,7 +119,7 @@ def test_a_run_of_stages(in_one_go, corpus):
     assert said.count("compiled    step") == 3
 
 
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 6])
 def test_a_stage_resumes_where_it_stood(in_one_go, corpus, tmp_path, step, monkeypatch):
     """Also from the border of two stages: the same steps, bit for bit, as in one go."""
     save, saved = loop._Trainer.save, []
@@ -289,7 +289,7 @@ def test_going_back_without_leaving_out_repeats_bit_for_bit(corpus, tmp_path, po
         assert checkpoints.latest() == 6
 
 
-@pytest.mark.parametrize("at", [2, 4])
+@pytest.mark.parametrize("at", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_kill_in_a_rolled_back_run_changes_nothing(corpus, tmp_path, poisoned, monkeypatch, at):
     """Right after going back, and while routing is anticipatory."""
     poisoned(7)
@@ -335,6 +335,7 @@ def test_ordinary_runs_have_no_spikes(in_one_go):
     assert {n for _, n in lines_of(in_one_go[0], "spikes")} == {0}
 
 
+@pytest.mark.slow
 def test_recall_rises_from_dense_attention_through_the_warm_up_to_sparse(tmp_path):
     """Documents ask again and again for a letter far back; the indexer learns which entries attention reads.
 

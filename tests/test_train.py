@@ -117,7 +117,8 @@ def batch():
     return {"ids": ids, "segment_ids": segments, "targets": targets, "mtp_targets": targets}
 
 
-@pytest.mark.parametrize("mode", [pytest.param("dense", marks=pytest.mark.slow), "warmup"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["dense", "warmup"])
 def test_a_stage_trains_exactly_its_parameters(batch, mode, corpus, tmp_path):
     """Indexer warm-up moves the indexer alone; the dense stage leaves it as it is, without decay.
 
