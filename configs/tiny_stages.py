@@ -10,7 +10,7 @@ from pathlib import Path
 from dsv4_jax.config import AnticipationConfig, Config, RoutingConfig, Stage
 from dsv4_jax.config_files import load_config
 
-STEP = 2048  # tokens
+STEP = 1024  # tokens
 
 
 def config() -> Config:
@@ -19,13 +19,15 @@ def config() -> Config:
     peak = base.optim.learning_rate
     return dataclasses.replace(
         base,
-        data=dataclasses.replace(base.data, seq_len=256, batch_size=8),
+        data=dataclasses.replace(base.data, seq_len=256, batch_size=4),
         optim=dataclasses.replace(base.optim, decay_tokens=(110 * STEP, 170 * STEP)),
         routing=RoutingConfig(anticipation=AnticipationConfig(mode="auto", delay=4, hold=20)),
-        train=dataclasses.replace(base.train, steps=0, run_dir="runs/tiny_stages", eval_every=10, checkpoint_every=20),
+        train=dataclasses.replace(
+            base.train, steps=0, run_dir="runs/tiny_stages", eval_every=10, eval_batches=4, checkpoint_every=20
+        ),
         stages=(
             Stage(name="dense, short rows", until=50 * STEP, changes={"model.attention": "dense"}),
-            Stage(name="dense", until=90 * STEP, changes={"data.seq_len": 512, "data.batch_size": 4}),
+            Stage(name="dense", until=90 * STEP, changes={"data.seq_len": 512, "data.batch_size": 2}),
             Stage(
                 name="warm-up of the indexer",
                 until=110 * STEP,
