@@ -250,6 +250,15 @@ def test_fallen_back(folder):
     assert names(folder) == {"7", "8"} and restore(folder)[0::2] == (8, [])
 
 
+def test_what_lies_behind_a_step_that_the_run_goes_back_to(folder):
+    """The newest before a step is found, and the later ones go."""
+    assert restore(folder, before=9)[0] == 8 and restore(folder, before=8)[0] == 5
+    assert restore(folder, before=5) == (None, None, [])
+    with Checkpoints(folder, 10) as checkpoints:
+        checkpoints.drop_after(5)
+    assert names(folder) == {"5"}
+
+
 def test_replaced_step_has_the_new_values(folder):
     with Checkpoints(folder, 10) as checkpoints:
         checkpoints.save(8, state_of(9), {"epochs": [1, None, 0.1]})

@@ -171,6 +171,11 @@ def test_stages_read_every_document_once_an_epoch(lengths, borders):
     assert targets == {i: 3 * (n + 1) for i, n in enumerate(lengths)}
 
 
+def test_a_border_of_stages_belongs_to_the_later_one():
+    four = whole(source([[1] * 9] * 4), 8)
+    assert [list(four.between(a, a + 0.25).documents) for a in (0.0, 0.25, 0.5, 0.75)] == [[0], [1], [2], [3]]
+
+
 def test_a_stage_keeps_to_its_share_of_an_epoch():
     """And goes on with whole epochs if it is longer than was said."""
     s = source([[1] * (5 + i % 9) for i in range(200)])

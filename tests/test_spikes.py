@@ -50,6 +50,12 @@ def test_a_spike_of_either_kind_is_found_at_once():
     assert seen(loss, off, np.where(np.arange(200) == 150, 30.0, norms))[0] == []
 
 
+def test_a_spread_of_nothing_counts_as_a_little():
+    """A hundredth of the loss; a tenth of the norm's logarithm."""
+    assert seen([0.5] * 64 + [0.54])[0] == [] and seen([0.5] * 64 + [0.56])[0] == [64]
+    assert seen([0.5] * 65, norms=[1.0] * 64 + [2.6])[0] == [] and seen([0.5] * 65, norms=[1.0] * 64 + [2.8])[0] == [64]
+
+
 def test_there_is_no_spike_before_enough_is_known():
     assert seen([3.0] * 15 + [99.0])[0] == [] and seen([3.0] * 16 + [99.0])[0] == [16]
 
