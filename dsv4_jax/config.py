@@ -282,6 +282,10 @@ class TrainConfig(Section):
         self.need_positive("eval_every eval_batches checkpoint_every keep bad_steps accumulate")
         for key in ("steps", "seed", "sample_tokens", "cpu_devices", "keep_every"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+        try:
+            re.compile(self.frozen)
+        except re.error as error:
+            self.need("frozen", False, f"is no regular expression: {error}")
         span = re.fullmatch(r"(\d+):(\d+)", self.profile_steps)
         right = not self.profile_steps or (span is not None and 0 < int(span[1]) < int(span[2]))
         self.need("profile_steps", right, "must be empty or FIRST:LAST with 0 < FIRST < LAST")

@@ -73,10 +73,11 @@ def use_mesh(data: int, expert: int, context: int, again: bool = False) -> None:
     """
     shape = dict(zip(AXES, (data, expert, context), strict=True))
     found = jax.sharding.get_abstract_mesh()
-    if not found.empty and not (again and dict(found.shape) != shape):
-        if dict(found.shape) != shape:
+    if not found.empty:
+        if dict(found.shape) == shape:
+            return
+        if not again:
             raise ConfigError(f"the mesh that is set is {dict(found.shape)}, the configuration's is {shape}")
-        return
     need, count = data * expert * context, jax.device_count()
     if need != count:
         raise ConfigError(

@@ -63,6 +63,19 @@ def test_import_starts_no_backend():
     assert done.returncode == 0, done.stderr
 
 
+def test_plan_prints_the_stages_and_the_details_of_one():
+    done = command("-m", "dsv4_jax", "plan", "--stage", "3", "configs/tiny_stages.py")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert "dense 51.2k 92.16k 40.96k 40 2 x 512 1.024k 0.007 dense".split() in lines
+    assert "warm-up of the indexer 92.16k 112.64k 20.48k 20 2 x 512 1.024k 0.014 warmup".split() in lines
+    assert "sparse 112.64k 174.08k 61.44k 60 2 x 512 1.024k 0.007 to 0.0001 sparse loss.mtp = 0.1".split() in lines
+    assert "Stage 3, warm-up of the indexer:" in done.stdout and "our choice" not in done.stdout
+    assert "objective   indexer_loss\n" in done.stdout
+    done = command("-m", "dsv4_jax", "plan", "--stage", "5", "configs/tiny_stages.py")
+    assert done.returncode == 2 and "--stage 5: the run has 4 stages" in done.stderr
+
+
 def test_plan_prints_the_layers_and_the_objective():
     done = command("-m", "dsv4_jax", "plan", "configs/tiny_v4.py", "--loss.mtp", "0.1")
     assert done.returncode == 0, done.stderr

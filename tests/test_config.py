@@ -80,6 +80,7 @@ def test_every_key_can_be_named_on_the_command_line():
         ("--optim.warmup-steps 1000", ["optim.warmup_steps", "train.steps"]),
         ("--optim.decay-tokens 5", ["optim.decay_tokens", "two counts"]),
         ("--train.steps 0", ["train.steps", "stages"]),
+        ("--train.frozen (", ["train.frozen = '('", "regular expression"]),
         ("--routing.anticipation.mode auto --spikes.loss 0 --spikes.grad-norm 0", ["spikes.loss", "auto"]),
         ("--spikes.skip -2", ["spikes.skip = -2", "-1"]),
         ("--routing.anticipation.delay -1", ["routing.anticipation.delay = -1"]),

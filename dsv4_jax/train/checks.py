@@ -10,7 +10,6 @@ from flax import nnx
 
 from dsv4_jax.config import Config
 from dsv4_jax.model.params import HashTable
-from dsv4_jax.train.state import frozen
 from dsv4_jax.train.step import objective_weights
 
 
@@ -52,8 +51,7 @@ def _gradients(cfg: Config, metrics: dict[str, Any]) -> list[str]:
     no_images = math.isnan(float(metrics.get("load_max_image", math.nan)))
     warnings = []
     for name, norm in metrics["grad_norms"].items():
-        stays = frozen(cfg)
-        if (stays and re.search(stays, name)) or ("indexer" in name.split(".") and not indexed):
+        if "indexer" in name.split(".") and not indexed:
             continue
         if no_images and re.match("vision|aligner|image_", name):
             continue
