@@ -13,7 +13,8 @@ from typing import Any
 
 import tyro
 
-from dsv4_jax.config import Config, ModelConfig, Stage, keys
+from dsv4_jax.config import Config, ModelConfig
+from dsv4_jax.stages import Stage, keys
 from dsv4_jax.validate import ConfigError, Section, from_fields, nearest
 
 

@@ -10,11 +10,12 @@ import jax.extend as jex
 from flax import nnx
 
 from dsv4_jax import optim
-from dsv4_jax.config import Config, Leg
+from dsv4_jax.config import Config
 from dsv4_jax.mesh import RULES, act_spec
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import structure
 from dsv4_jax.optim.groups import block_count, group_leaves
+from dsv4_jax.stages import Leg
 from dsv4_jax.train.state import (
     abstract_batch,
     abstract_model,

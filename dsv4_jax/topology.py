@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from dsv4_jax.config import Config, Leg
+from dsv4_jax.config import Config
 from dsv4_jax.mesh import AXES
+from dsv4_jax.stages import Leg
 from dsv4_jax.train.state import abstract_batch, abstract_state
 from dsv4_jax.train.step import make_train_step
 from dsv4_jax.validate import ConfigError

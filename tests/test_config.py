@@ -7,8 +7,8 @@ import json
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.config import keys
 from dsv4_jax.config_files import config_from_json
+from dsv4_jax.stages import keys
 
 TINY = "configs/tiny_v4.py"
 

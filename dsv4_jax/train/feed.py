@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from dsv4_jax.config import Config, Leg
+from dsv4_jax.config import Config
 from dsv4_jax.data.images import row_budget
 from dsv4_jax.data.interleaved import vision_settings
 from dsv4_jax.data.packing import Part, Plan, Position, part, split
@@ -22,6 +22,7 @@ from dsv4_jax.data.pipeline import Batch, Stream
 from dsv4_jax.data.sources import Source, open_sources
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.mesh import act_spec
+from dsv4_jax.stages import Leg
 from dsv4_jax.train.state import batch_spec
 from dsv4_jax.validate import ConfigError
 

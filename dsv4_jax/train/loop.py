@@ -17,12 +17,13 @@ import numpy as np
 from flax import nnx
 from rich.console import Console
 
-from dsv4_jax.config import Config, Leg
+from dsv4_jax.config import Config
 from dsv4_jax.data.packing import Position
 from dsv4_jax.data.pipeline import Batch, Stream
 from dsv4_jax.mesh import on_cpu, start_devices, use_mesh
 from dsv4_jax.model.token_map import token_map
 from dsv4_jax.sample import sample
+from dsv4_jax.stages import Leg
 from dsv4_jax.summary import (
     describe_model,
     describe_objective,

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
-from dsv4_jax.config import RUNTIME, Config, Leg
+from dsv4_jax.config import Config
 from dsv4_jax.data.packing import START
+from dsv4_jax.stages import RUNTIME, Leg
 from dsv4_jax.train.spikes import Recent
 from dsv4_jax.validate import ConfigError
 
