@@ -82,6 +82,10 @@ def _plan(args: argparse.Namespace) -> None:
     from dsv4_jax.train.step import objective_weights
 
     leg = config.legs[args.stage - 1]
+    if args.topology:
+        from dsv4_jax.topology import compile_for, slice_devices
+
+        devices = slice_devices(args.topology, leg.cfg.mesh)
     if config.stages:
         print(*summary.describe_stages(config), "", f"Stage {args.stage}, {leg.stage.name}:", sep="\n")
     with abstract_mesh(leg.cfg.mesh.data, leg.cfg.mesh.expert, leg.cfg.mesh.context):
@@ -92,9 +96,7 @@ def _plan(args: argparse.Namespace) -> None:
         print(*summary.describe_model(leg.cfg.model), work, objective, optimizer, "", parameters, sep="\n")
         print("", *summary.describe_placement(config, leg), summary.describe_activations(leg.cfg), sep="\n")
     if args.topology:
-        from dsv4_jax.topology import compile_for
-
-        print("", *compile_for(config, args.topology, leg), sep="\n")
+        print("", *compile_for(config, leg, devices), sep="\n")
 
 
 def _data(args: argparse.Namespace) -> None:

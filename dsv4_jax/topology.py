@@ -2,6 +2,7 @@
 """The training step compiled for TPUs that are not there: what XLA says it needs."""
 
 import collections
+import dataclasses
 import math
 import re
 
@@ -9,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from dsv4_jax.config import Config
+from dsv4_jax.config import Config, MeshConfig
 from dsv4_jax.mesh import AXES
 from dsv4_jax.stages import Leg
 from dsv4_jax.train.state import abstract_batch, abstract_state
@@ -36,16 +37,14 @@ def collectives(program: str) -> list[tuple[str, int, tuple[int, ...]]]:
     return found
 
 
-def compile_for(run: Config, topology: str, leg: Leg | None = None) -> list[str]:
-    """Compiles a step of a run, or of a stage, for a TPU slice such as `v5p:2x2x1` and describes it, a line each.
+def slice_devices(topology: str, sizes: MeshConfig) -> np.ndarray:
+    """The devices of a TPU slice such as `v5p:2x2x1`, in the order of a mesh.
 
     Raises:
         ConfigError: if there is no TPU compiler or no such slice, or its devices are not the mesh's.
     """
     from jax.experimental import topologies
 
-    leg = leg or run.legs[0]
-    cfg = leg.cfg
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:
@@ -53,19 +52,24 @@ def compile_for(run: Config, topology: str, leg: Leg | None = None) -> list[str]
         raise ConfigError(
             f"no TPU slice {topology!r} to compile for: {why}; the compiler comes with pip install 'dsv4_jax[tpu]'"
         ) from error
-    shape = (cfg.mesh.data, cfg.mesh.expert, cfg.mesh.context)
+    shape = dataclasses.astuple(sizes)
     if math.prod(shape) != len(devices):
         raise ConfigError(
             f"{topology} has {len(devices)} devices, but mesh.data x mesh.expert x mesh.context = "
             f"{' x '.join(map(str, shape))} = {math.prod(shape)}"
         )
-    mesh = jax.sharding.Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Explicit,) * 3)
+    return np.array(devices).reshape(shape)
+
+
+def compile_for(run: Config, leg: Leg, devices: np.ndarray) -> list[str]:
+    """Compiles a step of a run's stage for devices that need not be there, and describes it, a line each."""
+    cfg, mesh = leg.cfg, jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
         batch = abstract_batch(cfg, cfg.data.batch_size)
         step = jax.jit(make_train_step(cfg, leg.clock), donate_argnums=0)
         program = step.trace(abstract_state(run), batch).lower(lowering_platforms=("tpu",)).compile()
     memory, text = program.memory_analysis(), program.as_text()
-    lines = [f"compiled    for {len(devices)} x {devices[0].device_kind} ({topology})"]
+    lines = [f"compiled    for {devices.size} x {devices.flat[0].device_kind}"]
     if memory is not None:
         held, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         lines.append(f"memory      {held:,} bytes of state and batch and {temporary:,} temporary, per device")

@@ -3,9 +3,11 @@
 
 Eight emulated devices for everybody, so that any process can run any test; cheap compilation, since most
 of the time of these tests is compiling; and a cache of what was compiled before, shared by the two
-processes that run the tests, a file each at a time.
+processes that run the tests, a file each at a time. (One of them may find a file that the other still
+writes: JAX then compiles, and its warning is ignored.)
 """
 
+import gc
 import importlib.metadata
 import os
 import pathlib
@@ -15,9 +17,9 @@ SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "8",
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
-    "JAX_COMPILATION_CACHE_MAX_SIZE": str(2 * 2**30),  # bytes; with a limit, files are locked while they are written
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # where an operation was written would cost a tenth of the time
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -27,6 +29,8 @@ if importlib.metadata.version("jax").startswith("0.10."):  # later ones have no 
     SETTINGS["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 for _key, _value in SETTINGS.items():
     os.environ.setdefault(_key, _value)
+
+gc.set_threshold(100_000, 50, 100)  # traces are many objects that stay: looking through them costs a tenth too
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
+from rich.console import Console
 from runs import SMALL, metrics, small, timeless, train
 
 import dsv4_jax as ds
@@ -21,7 +22,7 @@ from dsv4_jax.train.anticipation import learned_layers, make_route, route_shape,
 from dsv4_jax.train.checkpoint import load_model
 from dsv4_jax.train.feed import put_batch
 from dsv4_jax.train.state import abstract_state, init_state
-from dsv4_jax.train.step import losses, make_train_step
+from dsv4_jax.train.step import losses
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -50,18 +51,33 @@ def put(batch):
     return put_batch(batch, list(range(len(batch["ids"]))), len(batch["ids"]))
 
 
+class Programs:
+    """Start, routing and step of the routed model: those that the runs here use too."""
+
+    def __init__(self, cfg):
+        self._trainer, self._leg = loop._Trainer(cfg, [], None, Console(quiet=True)), cfg.legs[0]
+        self.start = jax.jit(lambda: init_state(cfg))()
+
+    def _run(self, name, state, batch):
+        # A step takes the place of the state it is given.
+        return self._trainer.program(self._leg, name, state, batch)(jax.tree.map(jnp.copy, state), batch)
+
+    def route(self, state, batch):
+        return self._run("routing", state, batch)
+
+    def step(self, state, batch):
+        return self._run("step", state, batch)
+
+
 @pytest.fixture(scope="module")
-def programs():
-    """Step, routing and start of the routed model."""
-    cfg = anticipating("", "none", 2)
-    return jax.jit(make_train_step(cfg)), jax.jit(make_route(cfg)), jax.jit(lambda: init_state(cfg))()
+def programs(cheap_compilation, corpus):
+    return Programs(anticipating(corpus, "none", 2))
 
 
 def test_what_is_kept_of_a_choice(programs):
     """One byte for each expert of each token in each learned layer, spread like the batch; the model's own choice."""
-    _, route, state = programs
-    batch = put(batch_of(0))
-    chosen = route(state, batch)
+    state, batch = programs.start, put(batch_of(0))
+    chosen = programs.route(state, batch)
     assert chosen.dtype == jnp.uint8 and chosen.shape == (2, 64, 2, 2) == route_shape(ROUTED, batch)
     assert learned_layers(ROUTED) == [1, 2]
     assert route_type(dataclasses.replace(ROUTED, n_routed_experts=384)) == jnp.uint16
@@ -72,16 +88,15 @@ def test_what_is_kept_of_a_choice(programs):
 
 def test_a_choice_of_the_same_parameters_changes_nothing(programs):
     """Forced to what it would choose itself, a step has the same bits."""
-    step, route, state = programs
-    batch = put(batch_of(0))
-    got, want = step(state, batch | {"experts": route(state, batch)}), step(state, batch)
+    state, batch = programs.start, put(batch_of(0))
+    got = programs.step(state, batch | {"experts": programs.route(state, batch)})
+    want = programs.step(state, batch)
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_forced_experts_are_counted_and_hashed_layers_are_left_alone(programs):
     """Loads are those of the ids applied, which the biases follow; weights come from the scores of the step."""
-    step, _, state = programs
-    batch = put(batch_of(0))
+    state, batch = programs.start, put(batch_of(0))
     forced = jnp.zeros(route_shape(ROUTED, batch), jnp.uint8).at[..., 1].set(5)
     model = nnx.merge(nnx.graphdef(ds.DeepSeek(ROUTED, rngs=nnx.Rngs(0))), state.params, state.buffers)
     found = jax.jit(losses)(model, batch | {"experts": forced})
@@ -91,19 +106,19 @@ def test_forced_experts_are_counted_and_hashed_layers_are_left_alone(programs):
     want[:, [0, 5]] = real
     np.testing.assert_array_equal(load[1:], want)
     np.testing.assert_array_equal(load[0], jax.jit(losses)(model, batch)[1][0])
-    after, _ = step(state, batch | {"experts": forced})
+    after, _ = programs.step(state, batch | {"experts": forced})
     biases = [v.get_value() for path, v in nnx.to_flat_state(after.buffers) if path[-1] == "bias"]
     for bias in np.concatenate([np.atleast_2d(b) for b in biases]):
         np.testing.assert_allclose(bias, 1e-2 * np.where(np.isin(np.arange(8), [0, 5]), -1, 1), rtol=1e-6)
 
 
 def test_parts_of_a_batch_on_a_mesh_choose_like_the_whole_on_one_device(programs):
-    cfg, (_, route, state) = anticipating("", "none", 2), programs
+    cfg, state = anticipating("", "none", 2), programs.start
     cfg = dataclasses.replace(
         cfg, train=dataclasses.replace(cfg.train, accumulate=2), data=dataclasses.replace(cfg.data, batch_size=4)
     )
     batch = batch_of(1, rows=4)
-    want = route(state, put(batch))
+    want = jax.jit(make_route(cfg))(state, put(batch))
     host = jax.device_get(state)
     with jax.set_mesh(make_mesh(2, 1, 2)):
         put_there = lambda x, like: jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), like.sharding.spec))
@@ -114,62 +129,43 @@ def test_parts_of_a_batch_on_a_mesh_choose_like_the_whole_on_one_device(programs
 
 
 class Log:
-    """What a run's steps see and use, and what it chooses ahead, by steps done."""
+    """What a run's steps see and use, by steps done; and after how many steps it chooses ahead."""
 
     def __init__(self, monkeypatch):
-        self.states, self.batches, self.chosen, self.used = {}, {}, [], {}
-        route, step = loop.make_route, loop.make_train_step
+        self.states, self.batches, self.chosen = {}, {}, []
+        program = loop._Trainer.program
 
-        def host(x):
-            return jax.tree.map(np.asarray, x)
-
-        def logged_step(cfg, clock):
-            made = step(cfg, clock)
+        def logged(trainer, leg, name, state, batch):
+            made = program(trainer, leg, name, state, batch)
 
             def run(state, batch):
-                def log(number, params, buffers, batch):
-                    self.states[int(number)] = params, buffers
-                    self.batches[int(number)] = batch
-                    self.used[int(number)] = batch.get("experts")
-
-                jax.debug.callback(log, state.step, state.params, state.buffers, batch, ordered=True)
+                if name == "step":
+                    self.states[int(state.step)] = jax.tree.map(jnp.copy, state)
+                    self.batches[int(state.step)] = batch
+                elif name == "routing":
+                    self.chosen.append(int(state.step))
                 return made(state, batch)
 
             return run
 
-        def logged_route(cfg):
-            made = route(cfg)
-
-            def run(state, batch):
-                experts = made(state, batch)
-                log = lambda n, ids, x: self.chosen.append((int(n), np.array(ids), np.array(x)))
-                jax.debug.callback(log, state.step, batch["ids"], experts, ordered=True)
-                return experts
-
-            return run
-
-        monkeypatch.setattr(loop, "make_train_step", logged_step)
-        monkeypatch.setattr(loop, "make_route", logged_route)
+        monkeypatch.setattr(loop._Trainer, "program", logged)
 
 
 def test_the_experts_of_step_t_are_those_of_the_parameters_d_steps_before(corpus, tmp_path, monkeypatch, programs):
     """Computed again from the parameters and biases then and the batch now; the lag grows from 0 when it begins."""
-    log, delay = Log(monkeypatch), 2
-    train(anticipating(corpus, tmp_path, delay))
-    assert sorted(log.used) == list(range(8)) and all(x is not None for x in log.used.values())
-    _, route, start = programs
-    stale = 0
+    delay, stale = 2, 0
+    with monkeypatch.context() as patch:
+        log = Log(patch)
+        train(anticipating(corpus, tmp_path, delay))
+    assert sorted(log.batches) == list(range(8))
     for t in range(8):
-        made = max(t - delay, 0)
-        params, buffers = log.states[made]
-        batch = {name: jnp.asarray(x) for name, x in log.batches[t].items() if name != "experts"}
-        state = dataclasses.replace(start, params=params, buffers=buffers)
-        np.testing.assert_array_equal(log.used[t], route(jax.device_put(state), put(jax.device_get(batch))))
-        now = dataclasses.replace(start, params=log.states[t][0], buffers=log.states[t][1])
-        stale += not np.array_equal(log.used[t], route(jax.device_put(now), put(jax.device_get(batch))))
+        batch = dict(log.batches[t])
+        used = batch.pop("experts")
+        np.testing.assert_array_equal(used, programs.route(log.states[max(t - delay, 0)], batch))
+        stale += not np.array_equal(used, programs.route(log.states[t], batch))
     assert stale >= 5  # the delay does make a difference
     assert [line["lag"] for line in metrics(tmp_path)] == [0, 1, 2, 2, 2, 2, 2, 2]
-    assert [made for made, _, _ in log.chosen] == [0, 0, 0, 1, 2, 3, 4, 5]  # none for batches that never come
+    assert log.chosen == [0, 0, 0, 1, 2, 3, 4, 5]  # none for batches that never come
 
 
 @pytest.fixture(scope="module")

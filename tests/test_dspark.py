@@ -177,6 +177,7 @@ def test_the_draft_stage_on_a_mesh():
             np.testing.assert_allclose(other[name], value, rtol=2e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cheap_compilation")
 def test_a_drafter_of_another_runs_model(tmp_path, monkeypatch):
     """A pre-training run leaves the draft blocks alone; a run that starts from it trains nothing else."""

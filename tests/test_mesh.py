@@ -139,11 +139,14 @@ def test_v41_on_any_mesh(shape, one41):
     same(on_mesh(make_mesh(*shape), MODEL41), one41)
 
 
+SCALES = dict(init_std=0.3, hc_init_scale=1.0)
+
+
 def steps(shape, optim="deepseek_v41"):
     """Three steps of training on a mesh, twice: [(states, metrics)] of all of them, and the compiled text."""
     lengths = dict(zip(("data", "expert", "context"), shape, strict=True))
     cfg = Config(
-        model=dataclasses.replace(MODEL, init_std=0.3, hc_init_scale=1.0),
+        model=dataclasses.replace(MODEL, n_layers=1, compress_ratios=(4, 0), n_hash_layers=0, **SCALES),
         data=DataConfig(seq_len=4 * S, batch_size=B),
         # Large enough an eps that AdamW does not turn the rounding of a vanishing gradient into a whole step.
         optim=OptimConfig(name=optim, eps=1e-4, warmup_steps=0, decay_steps=0, weight_decay=0.1),
@@ -204,15 +207,17 @@ def test_three_steps_on_any_mesh(shape, one_run, capfd):
         jax.tree.leaves_with_path(states[1].opt_state), jax.tree.leaves(states_1[1].opt_state), strict=True
     ):
         name = jax.tree_util.keystr(path)
-        near = 2e-4 if name.endswith("_scale'].value") else 2e-5 if ".nu[" in name else 1e-5
+        # Streams are nearly equal after one layer, so that what weighs them has a gradient of nearly nothing.
+        cancels = name.endswith(("_scale'].value", "hc_head_base'].value"))
+        near = 2e-4 if cancels else 2e-5 if ".nu[" in name else 1e-5
         np.testing.assert_allclose(got, want, rtol=0, atol=near * np.abs(want).max() + 1e-12, err_msg=name)
     trees = (nnx.to_flat_state(states.params) for states in (states_1[0], states_1[3], states[3]))
     for (path, old), (_, want), (_, got) in zip(*trees, strict=True):
         name = ".".join(map(str, path))
         if name == "groups.0.0.hc_attn_fn":
             continue  # its streams are still equal, so that mixing them has no gradient but rounding's
-        # Orthogonal directions of the small hyper-connection matrices depend on their least singular values.
-        near, moved = 2e-2 if name.endswith("_fn") else 2e-4, np.abs(want[...] - old[...]).max()
+        # Orthogonal directions depend on the least singular values, most so in the small hyper-connection matrices.
+        near, moved = 2e-2 if name.endswith("_fn") else 1e-3, np.abs(want[...] - old[...]).max()
         np.testing.assert_allclose(got[...], want[...], rtol=0, atol=near * moved + 1e-9, err_msg=name)
 
     assert "ematerialization" not in capfd.readouterr().err

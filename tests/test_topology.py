@@ -11,7 +11,7 @@ from conftest import ROOT
 
 import dsv4_jax as ds
 from dsv4_jax.cli import main
-from dsv4_jax.topology import collectives, compile_for
+from dsv4_jax.topology import collectives, compile_for, slice_devices
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
 TINY = str(ROOT / "configs" / "tiny_v4.py")
@@ -69,6 +69,7 @@ def test_slices_that_do_not_fit_are_refused(capsys):
 def test_the_tiny_step_compiles_for_tpu_on_every_axis(mesh, exchange):
     names = [f"--mesh.{axis}={size}" for axis, size in zip(("data", "expert", "context"), mesh, strict=True)]
     rest = ["--data.batch-size", "8", "--model.n-routed-experts", "16", "--model.expert-exchange", exchange]
-    lines = compile_for(ds.load_config(TINY, names + rest), "v5e:2x4")
+    cfg = ds.load_config(TINY, names + rest)
+    lines = compile_for(cfg, cfg.legs[0], slice_devices("v5e:2x4", cfg.mesh))
     assert "8 x TPU" in lines[0] and any(line.startswith("memory") for line in lines)
     assert any("ragged-all-to-all" in line for line in lines) == (exchange == "ragged")

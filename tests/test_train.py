@@ -85,6 +85,15 @@ def test_a_finished_run_resumes_to_nothing(straight, corpus):
     assert metrics(straight[0]) == before
 
 
+def test_a_run_starts_from_anothers_parameters(small_straight, corpus, tmp_path):
+    """Its parameters alone: steps, moments, schedule and data begin anew."""
+    said = train(small(corpus, tmp_path, init_from=str(small_straight[0])))
+    assert f"parameters  from {small_straight[0]}" in said
+    old, new = metrics(small_straight[0]), metrics(tmp_path)
+    assert [line["step"] for line in new] == list(range(1, 9)) and new[0]["lr"] == old[0]["lr"]
+    assert new[0]["loss"] < old[0]["loss"] - 1 and new[0]["tokens"] == old[0]["tokens"]
+
+
 def test_another_model_in_the_run_directory_is_refused(straight, corpus):
     other = dataclasses.replace(MODEL, dim=64)
     with pytest.raises(ds.ConfigError, match=r"model\.dim: 32 there, 64 here"):
@@ -224,19 +233,20 @@ def test_unigram_entropy():
 POISON = -7  # an MTP target that means nothing, but to the objective below
 
 
+def poisoned_objective(cfg, make=step_module.make_objective):
+    objective = make(cfg)
+
+    def poisoned(trained, others, buffers, batch, count):
+        total, rest = objective(trained, others, buffers, batch, count)
+        return total * jnp.where((batch["mtp_targets"] == POISON).any(), jnp.nan, 1.0), rest
+
+    return poisoned
+
+
 @pytest.fixture
 def poison(monkeypatch):
     """Batches that are marked by POISON have an objective of NaN, others their own; marks the calls named."""
-    make, put_it = step_module.make_objective, loop.put_batch
-
-    def make_poisoned(cfg):
-        objective = make(cfg)
-
-        def poisoned(trained, others, buffers, batch, count):
-            total, rest = objective(trained, others, buffers, batch, count)
-            return total * jnp.where((batch["mtp_targets"] == POISON).any(), jnp.nan, 1.0), rest
-
-        return poisoned
+    put_it = loop.put_batch
 
     def mark(numbers):
         calls = itertools.count()  # the first one is an example for the compiler
@@ -248,7 +258,7 @@ def poison(monkeypatch):
 
         monkeypatch.setattr(loop, "put_batch", put_marked)
 
-    monkeypatch.setattr(step_module, "make_objective", make_poisoned)
+    monkeypatch.setattr(step_module, "make_objective", poisoned_objective)
     return mark
 
 
