@@ -37,6 +37,7 @@ def stages() -> tuple[Stage, ...]:
                 "mesh.data": 8,
                 "mesh.context": 4,
                 "model.attention": "warmup",
+                "model.remat": "full",
                 "optim.learning_rate": 1e-3,
             },
             chosen=("until", "optim.learning_rate"),

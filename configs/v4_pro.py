@@ -42,6 +42,7 @@ def stages() -> tuple[Stage, ...]:
                 "mesh.data": 4,
                 "mesh.context": 16,
                 "model.attention": "warmup",
+                "model.remat": "full",
                 "optim.learning_rate": 1e-3,
             },
             chosen=("until", "optim.learning_rate"),

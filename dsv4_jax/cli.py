@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from dsv4_jax.config import Config
 from dsv4_jax.config_files import config_from_json, load_config, made_by
@@ -47,14 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """`python -m dsv4_jax COMMAND`."""
     parser = argparse.ArgumentParser(prog="python -m dsv4_jax", description="Commands beside train.py.")
     commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser("plan", help="print a run's stages, layers, parameters, objective and optimizer")
+    keys: dict[str, Any] = {"allow_abbrev": False, "epilog": "Other flags: --section.key value, as for train.py."}
+    plan = commands.add_parser("plan", help="print a run's stages, layers, parameters and optimizer", **keys)
     plan.add_argument("--topology", help="also compile the step for this TPU slice, such as v5p:2x2x1")
     plan.add_argument("--stage", type=int, default=1, help="which stage of the run to describe (default 1)")
     plan.add_argument("config", help="a configuration file")
-    plan.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key value ...")
-    data = commands.add_parser("data", help="tokenise a configuration's sources ahead of time, and describe them")
+    data = commands.add_parser("data", help="tokenise a configuration's sources ahead, and describe them", **keys)
     data.add_argument("config", help="a configuration file")
-    data.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key value ...")
     sample = commands.add_parser("sample", help="continue a prompt with a trained model")
     sample.add_argument("run_dir", type=Path, help="folder of a run")
     sample.add_argument("prompt", help="text to continue")
@@ -68,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = commands.add_parser("report", help="write an HTML page with the curves of one or several runs")
     report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
     report.add_argument("--out", type=Path, metavar="FILE.html", help="the page (default report.html in the first RUN)")
-    args = parser.parse_args(arguments)
+    args, args.overrides = parser.parse_known_args(arguments)
+    if args.overrides and "config" not in args:
+        parser.error(f"unrecognized arguments: {' '.join(args.overrides)}")
     run = {"plan": _plan, "data": _data, "sample": _sample, "optim-lab": _optim_lab, "report": _report}[args.command]
     exit_on_error(lambda: run(args))
 

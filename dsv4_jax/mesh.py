@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device mesh, the rules that place arrays on it, and the few helpers manual code needs.
 
-Axes: `data` (rows of the batch; parameters are split over it, ZeRO-3 style), `expert` (rows, and the
-experts of a layer) and `context` (positions). All axes are Explicit: a forgotten spec is an error when
-a function is traced, also on one device, where the mesh is 1 x 1 x 1.
+Axes: `data` (rows of the batch), `expert` (rows, and the experts of a layer) and `context` (positions).
+Parameters are split over `data` and `context`, ZeRO-3 style, and experts over `expert` too. All axes are
+Explicit: a forgotten spec is an error when a function is traced, also on one device, where the mesh is
+1 x 1 x 1.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ AXES = ("data", "expert", "context")
 BATCH = ("data", "expert")
 
 # Logical axis of a parameter -> mesh axes. Axes that are not named here are never split.
-RULES = {"embed": ("data",), "experts": ("expert",), "heads": ("data",), "vocab": ("data",), "rows": AXES}
+RULES = {"experts": ("expert",), "rows": AXES} | dict.fromkeys(("embed", "heads", "vocab"), ("data", "context"))
 
 
 def make_mesh(data: int = 1, expert: int = 1, context: int = 1) -> jax.sharding.Mesh:

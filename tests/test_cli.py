@@ -55,6 +55,9 @@ def test_usage_and_help():
     assert help_text.returncode == 0 and "--model.compress-ratios" in help_text.stdout
     assert command("-m", "dsv4_jax").returncode == 2
     assert command("-m", "dsv4_jax", "sample", "nowhere", "x", **NO_DEVICE).returncode == 2
+    for words, told in (("plan configs/tiny_v4.py --stag 1", "'stag'"), ("report x --to y", "--to y")):
+        done = command("-m", "dsv4_jax", *words.split(), **NO_DEVICE)
+        assert done.returncode == 2 and told in done.stderr
 
 
 def test_import_starts_no_backend():
@@ -64,7 +67,7 @@ def test_import_starts_no_backend():
 
 
 def test_plan_prints_the_stages_and_the_details_of_one():
-    done = command("-m", "dsv4_jax", "plan", "--stage", "3", "configs/tiny_stages.py")
+    done = command("-m", "dsv4_jax", "plan", "configs/tiny_stages.py", "--loss.mtp", "0.2", "--stage", "3")
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert "dense 51.2k 92.16k 40.96k 40 2 x 512 1.024k 0.007 dense".split() in lines

@@ -17,7 +17,8 @@ from dsv4_jax.ops.shards import Shards, stochastic_bfloat16
 
 B, S, D, F, E, k = 8, 6, 8, 4, 16, 3
 LIMIT = 5.0
-SPECS = Kernels(jax.P("expert", "data"), jax.P("expert", "data"), jax.P("expert", None, "data"))
+SPLIT = ("data", "context")
+SPECS = Kernels(jax.P("expert", SPLIT), jax.P("expert", SPLIT), jax.P("expert", None, SPLIT))
 TOKENS = jax.P(BATCH, "context")
 
 
@@ -28,7 +29,7 @@ def runner(shape, exchange, waves, reduction="float32", remat=False, dtype=jnp.f
     `whole`: every device has all experts, as where the axis does not divide them.
     """
     mesh = make_mesh(*shape)
-    shards = (Shards(1, reduction), Shards(1, reduction), Shards(2, reduction))
+    shards = [Shards(axis, SPLIT, reduction) for axis in (1, 1, 2)]
     specs = Kernels(*(jax.P(None, *spec[1:]) for spec in SPECS)) if whole else SPECS
     how = Experts(E, LIMIT, exchange, waves, "blocked", shards)
 

@@ -156,13 +156,19 @@ class MoE(nnx.Module):
         return y + linear(swiglu(gate, up, cfg.swiglu_limit), shared.w2, dtype), routing, hit
 
 
+def _split(spec: jax.P) -> tuple[int, tuple[str, ...]]:
+    """The axis of an expert's matrix that is split, and over which mesh axes; the first one is that of experts."""
+    over = [(axis, (names,) if isinstance(names, str) else tuple(names)) for axis, names in enumerate(spec) if names]
+    return next(((axis, names) for axis, names in over if axis), (0, ()))
+
+
 def _how(cfg: ModelConfig, specs: tuple[jax.P, ...]) -> Experts:
     """How the experts of kernels that lie like `specs` compute."""
     exchange, devices = cfg.expert_exchange, jax.sharding.get_abstract_mesh().shape["expert"]
     if exchange == "auto":  # a gather moves a row for each neighbour, an exchange one for each expert of a token
         many = devices > cfg.n_activated_experts and not on_cpu()
         exchange = "ragged" if many or cfg.expert_waves > 1 else "gather"
-    w1, w3, w2 = (Shards(s.index("data") if "data" in s else None, cfg.expert_gradients) for s in specs)
+    w1, w3, w2 = (Shards(*_split(s), cfg.expert_gradients) for s in specs)
     limit, impl = cfg.swiglu_limit, cfg.expert_matmul
     return Experts(cfg.n_routed_experts, limit, exchange, cfg.expert_waves, impl, (w1, w3, w2))
 

@@ -39,7 +39,7 @@ class Experts:
         exchange: `gather` or `ragged`.
         waves: parts that a device's experts are exchanged and computed in, for `ragged`.
         impl: form of the grouped matrix product.
-        shards: how w1, w3 and w2 are stored over `data`.
+        shards: how w1, w3 and w2 are stored over the devices.
     """
 
     count: int

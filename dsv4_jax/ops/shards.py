@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that every device of `data` stores a part of (ZeRO-3), used whole inside `shard_map`."""
+"""Parameters that every device stores a part of (ZeRO-3), used whole inside `shard_map`."""
 
 import dataclasses
 from typing import Literal
@@ -7,41 +7,42 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-AXIS = "data"
 Reduction = Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How a parameter lies over `data` and how its gradients are added up over the devices.
+    """How a parameter lies over the devices and how its gradients are added up over them.
 
     Attributes:
-        axis: the parameter's axis that is split over `data`; None if all have all of it.
-        reduction: type in which partial gradients travel over `data`. bfloat16 rounds them
+        axis: the parameter's axis that is split.
+        over: the mesh axes that it is split over; none if all devices have all of it.
+        reduction: type in which partial gradients travel over them. bfloat16 rounds them
             stochastically and adds them up in fp32 where they arrive (section 3.4.1).
     """
 
-    axis: int | None
+    axis: int = 0
+    over: tuple[str, ...] = ()
     reduction: Reduction = "float32"
 
     def whole(self, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """All of the parameter, from the part that this device stores."""
         w = w.astype(dtype)
-        return w if self.axis is None else jax.lax.all_gather(w, AXIS, axis=self.axis, tiled=True)
+        return jax.lax.all_gather(w, self.over, axis=self.axis, tiled=True) if self.over else w
 
     def total(self, dw: jax.Array, w: jax.Array) -> jax.Array:
         """The gradient of the stored part `w` from this device's share `dw`, fp32, of the whole's."""
-        if self.axis is not None and self.reduction == "bfloat16":
-            parts = jnp.stack(jnp.split(dw, jax.lax.axis_size(AXIS), self.axis))
-            received = jax.lax.all_to_all(stochastic_bfloat16(parts), AXIS, 0, 0)
+        if self.over and self.reduction == "bfloat16":
+            parts = jnp.stack(jnp.split(dw, jax.lax.axis_size(self.over), self.axis))
+            received = jax.lax.all_to_all(stochastic_bfloat16(parts), self.over, 0, 0)
             dw = received.astype(jnp.float32).sum(0)
-        elif self.axis is not None:
-            dw = jax.lax.psum_scatter(dw, AXIS, scatter_dimension=self.axis, tiled=True)
+        elif self.over:
+            dw = jax.lax.psum_scatter(dw, self.over, scatter_dimension=self.axis, tiled=True)
         differs = lambda a: jax.typeof(a).manual_axis_type.varying
         return jax.lax.psum(dw, tuple(sorted(differs(dw) - differs(w))))
 
 
-WHOLE = Shards(None)
+WHOLE = Shards()
 
 
 def stochastic_bfloat16(x: jax.Array) -> jax.Array:
