@@ -2,11 +2,11 @@
 """Images: the vision tower, the aligner, and the places of the sequence that they fill (V4.1 section 2.1.1).
 
 Images come packed: all patches of a group one image after another, as `image_grids` says. Either there is
-one group, which every device has, or there are G groups split over `mesh.BATCH` with the rows that they
-belong to. Devices along `context` do the same work on the same patches.
+one group, for all rows, or there are G groups split over `mesh.BATCH` with the rows that they belong to.
+The patches of a group, and its cells, are split over `context` into chunks, wherever an image ends.
 
-Letters: G groups, P patches, n lines of `image_grids`, D width (of the tower inside it), H heads, K head
-width, C cells (squares of r x r patches that become one position), B rows, S positions.
+Letters: G groups, P patches, N patches of all chunks, n lines of `image_grids`, D width (of the tower inside
+it), H heads, K head width, C cells (squares of r x r patches that become one position), B rows, S positions.
 """
 
 import dataclasses
@@ -88,20 +88,21 @@ class Attention(nnx.Module):
         """Output [G, P, D]."""
         G, P, D = x_GPD.shape
         qkv = self.wqkv(x_GPD, dtype).reshape(G, P, 3, self.heads, D // self.heads)
-        groups = _groups(x_GPD)
-        core = jax.shard_map(_core, in_specs=(groups, groups), out_specs=groups)
+        chunks = _chunks(x_GPD)
+        core = jax.shard_map(_core, in_specs=(chunks, chunks), out_specs=chunks)
         return self.wo(core(qkv, at), dtype)
 
 
 def _core(qkv_GP3HK: jax.Array, at: Tables) -> jax.Array:
-    """Attention of one device's groups, which become one sequence of images: [G, P, H K]."""
+    """Attention of one device's chunk of its groups, which become one sequence of images: [G, P, H K]."""
     G, P, _, H, K = qkv_GP3HK.shape
     q, k, v = jnp.moveaxis(qkv_GP3HK, 2, 0)
     heads = jax.tree.map(lambda a: a[:, :, None], at.angles)  # the same angles for every head
     q, k = rotate_halves(q, heads), rotate_halves(k, heads)
-    before = jnp.arange(G)[:, None] * P
+    k, v = _all(k), _all(v)  # [G, N, H, K]
+    before = jnp.arange(G)[:, None] * k.shape[1]
     spans = (x + before for x in (at.patches.start_P, at.patches.end_P))
-    sequence = (x.reshape(G * P, *x.shape[2:]) for x in (q, k, v, *spans))
+    sequence = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, *spans))
     return attend_images(*sequence, block=BLOCK).reshape(G, P, H * K)
 
 
@@ -169,22 +170,27 @@ class Aligner(nnx.Module):
         The features of a cell are those of its patches, channel by channel: D, then row, then column.
         Patches below or right of the image count as zero.
         """
-        groups = _groups(x_GPD)
-        features = jax.shard_map(jax.vmap(_unshuffle), in_specs=(groups, groups), out_specs=groups)
+        chunks = _chunks(x_GPD)
+        features = jax.shard_map(_unshuffle, in_specs=(chunks, chunks), out_specs=chunks)
         hidden = self.w1(features(x_GPD, at.cells.patch_Crr), dtype).astype(jnp.float32)
         y_GCD = self.w2(jax.nn.gelu(hidden, approximate=False), dtype)
         return jnp.where((at.cells.row_C >= 0)[..., None], y_GCD, 0)
 
 
-def _unshuffle(x_PD: jax.Array, patch_Crr: jax.Array) -> jax.Array:
-    """Features [C, D r r] of cells."""
-    x_CrrD = x_PD.at[patch_Crr].get(mode="fill", fill_value=0)
-    return jnp.moveaxis(x_CrrD, -1, 1).reshape(len(patch_Crr), math.prod(x_CrrD.shape[1:]))
+def _unshuffle(x_GPD: jax.Array, patch_GCrr: jax.Array) -> jax.Array:
+    """Features [G, C, D r r] of one device's cells."""
+    x_GCrrD = jax.vmap(lambda x_ND, patch: x_ND.at[patch].get(mode="fill", fill_value=0))(_all(x_GPD), patch_GCrr)
+    return jnp.moveaxis(x_GCrrD, -1, 2).reshape(*patch_GCrr.shape[:2], math.prod(x_GCrrD.shape[2:]))
 
 
-def _groups(x: jax.Array) -> jax.P:
-    """How the groups, the first axis of x, lie on the mesh."""
-    return jax.P(jax.typeof(x).sharding.spec[0])
+def _chunks(x: jax.Array) -> jax.P:
+    """How groups and chunks, the first two axes of x, lie on the mesh."""
+    return jax.P(*jax.typeof(x).sharding.spec[:2])
+
+
+def _all(x: jax.Array) -> jax.Array:
+    """The chunks [G, ...] of all devices along `context`, one after another."""
+    return jax.lax.all_gather(x, "context", axis=1, tiled=True)
 
 
 def delimiters(cfg: ModelConfig, make: Params) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
@@ -244,24 +250,28 @@ def embed_images(
     if not grouped:
         patches, image_grids = patches[None], image_grids[None]
     _check_grids(image_grids, patches.shape[1], e_BSD.shape[0])
-    if not patches.shape[1]:  # nothing can be gathered from an empty array
-        patches = jnp.pad(patches, [(0, 0), (0, 1)] + [(0, 0)] * 3)
     groups, positions = jax.P(BATCH) if grouped else jax.P(None), jax.P(BATCH, "context")
+    chunks = jax.P(*groups, "context")
     patches, image_grids = (jax.reshard(x, groups) for x in (patches, image_grids))
     (G, P), (B, S) = patches.shape[:2], token_types_BS.shape
+    P = max(P, 1)  # nothing can be gathered from an empty array
     C = max(1, min(B // G * S, max_cells(P, image_grids.shape[1], cfg.vision_downsample_ratio)))
+    devices = jax.sharding.get_abstract_mesh().shape["context"]
+    N, cells = (-(-size // devices) * devices for size in (P, C))  # in chunks of one size
 
-    at = jax.shard_map(functools.partial(_tables, cfg, P, C), in_specs=groups, out_specs=groups)(image_grids)
+    tables = jax.shard_map(functools.partial(_tables, cfg, N, cells), in_specs=groups, out_specs=groups)
+    at = jax.tree.map(lambda x: jax.reshard(x, chunks), tables(image_grids))
+    patches = jax.reshard(jnp.pad(patches, [(0, 0), (0, N - patches.shape[1])] + [(0, 0)] * 3), chunks)
     with jax.named_scope("vision"):
         x_GPD = parts.vision(patches, at, dtype)
     with jax.named_scope("aligner"):
         align = recomputed(lambda aligner, x_GPD: aligner(x_GPD, at, dtype), cfg.remat)
         y_GCD = align(parts.aligner, x_GPD)
     vectors = {START: parts.image_start, NEWLINE: parts.image_newline, END: parts.image_end}
-    insert = jax.shard_map(_insert, in_specs=(positions, positions, groups, groups, jax.P()), out_specs=positions)
+    insert = jax.shard_map(_insert, in_specs=(positions, positions, chunks, chunks, jax.P()), out_specs=positions)
     vectors = {kind: whole(vector) for kind, vector in vectors.items()}
     e_BSD = insert(e_BSD, token_types_BS, y_GCD, at.cells, vectors)
-    told = {"vision": x_GPD, "aligner": y_GCD}
+    told = {"vision": jax.reshard(x_GPD, groups)[:, :P], "aligner": jax.reshard(y_GCD, groups)[:, :C]}
     return e_BSD, told if grouped else {name: x[0] for name, x in told.items()}
 
 
@@ -276,6 +286,7 @@ def _insert(
 ) -> jax.Array:
     """Image positions of one device's rows and chunk of positions; fp32 inside, e's type outside."""
     B, S, D = e_BSD.shape
+    y_GCD, cells = _all(y_GCD), jax.tree.map(_all, cells)
     cells_GC = y_GCD.shape[0] * y_GCD.shape[1]
     row_GC = cells.row_C - jax.lax.axis_index(BATCH) * B
     position_GC = cells.position_C - offset(S)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images packed one after another: where their patches and cells lie, and attention inside each image.
 
-Letters: n lines of `image_grids`, P patches, C cells (squares of patches that become one token), H heads,
-K head width; within a block T queries and U keys. All of it is local to one device.
+Letters: n lines of `image_grids`, P patches, N patches of all devices, C cells (squares of patches that become
+one token), H heads, K head width; within a block T queries and U keys. All of it is local to one device.
 """
 
 import functools
@@ -106,31 +106,31 @@ def max_cells(n_patches: int, n_images: int, r: int) -> int:
 
 
 def attend_images(
-    q_PHK: jax.Array, k_PHK: jax.Array, v_PHK: jax.Array, start_P: jax.Array, end_P: jax.Array, block: int
+    q_PHK: jax.Array, k_NHK: jax.Array, v_NHK: jax.Array, start_P: jax.Array, end_P: jax.Array, block: int
 ) -> jax.Array:
-    """Attention [P, H, K] of every patch to the patches from `start` to before `end`; zero if there are none.
+    """Attention [P, H, K] of P patches to those of all N from `start` to before `end`; zero if there are none.
 
     `block` queries meet `block` keys at a time, and only blocks of keys that some query of the block
     sees, so that the work is that of each image alone and memory grows linearly with P. The backward
     pass computes the weights again from the logits' normalisers.
     """
-    P = len(q_PHK)
-    if not P:
+    if not len(q_PHK):
         return q_PHK
-    n_blocks = -(-P // block)
-    T = -(-P // n_blocks)
 
     def blocks(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, n_blocks * T - P)] + [(0, 0)] * (x.ndim - 1)).reshape(n_blocks, T, *x.shape[1:])
+        n_blocks = -(-len(x) // block)
+        size = -(-len(x) // n_blocks)
+        x = jnp.pad(x, [(0, n_blocks * size - len(x))] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(n_blocks, size, *x.shape[1:])
 
-    return _attend(*map(blocks, (q_PHK, k_PHK, v_PHK, start_P, end_P))).reshape(n_blocks * T, *q_PHK.shape[1:])[:P]
+    o_bTHK = _attend(*map(blocks, (q_PHK, k_NHK, v_NHK, start_P, end_P)))
+    return o_bTHK.reshape(-1, *q_PHK.shape[1:])[: len(q_PHK)]
 
 
-def _block_range(start_T: jax.Array, end_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First and last + 1 block of the keys that a block of queries sees."""
-    T = len(start_T)
+def _block_range(start_T: jax.Array, end_T: jax.Array, U: int) -> tuple[jax.Array, jax.Array]:
+    """First and last + 1 block, of U keys each, that a block of queries sees."""
     first = jnp.where(start_T < end_T, start_T, jnp.iinfo(start_T.dtype).max).min()
-    return first // T, (end_T.max() + T - 1) // T
+    return first // U, (end_T.max() + U - 1) // U
 
 
 def _logits(q_THK: jax.Array, k_UHK: jax.Array, start_T: jax.Array, end_T: jax.Array, j: jax.Array) -> jax.Array:
@@ -142,39 +142,40 @@ def _logits(q_THK: jax.Array, k_UHK: jax.Array, start_T: jax.Array, end_T: jax.A
 
 
 @jax.custom_vjp
-def _attend(q_bTHK, k_bTHK, v_bTHK, start_bT, end_bT):
-    """`attend_images` on blocks: all arrays [blocks, T, ...]."""
-    return _attend_forward(q_bTHK, k_bTHK, v_bTHK, start_bT, end_bT)[0]
+def _attend(q_bTHK, k_bUHK, v_bUHK, start_bT, end_bT):
+    """`attend_images` on blocks of queries and blocks of keys."""
+    return _attend_forward(q_bTHK, k_bUHK, v_bUHK, start_bT, end_bT)[0]
 
 
-def _attend_forward(q_bTHK, k_bTHK, v_bTHK, start_bT, end_bT):
-    _, T, H, K = q_bTHK.shape
+def _attend_forward(q_bTHK, k_bUHK, v_bUHK, start_bT, end_bT):
+    (_, T, H, K), U = q_bTHK.shape, k_bUHK.shape[1]
 
     def one(xs):
         q_THK, start_T, end_T = xs
 
         def step(j, carry):
             top_HT, total_HT, o_HTK = carry
-            x_HTU = _logits(q_THK, k_bTHK[j], start_T, end_T, j)
+            x_HTU = _logits(q_THK, k_bUHK[j], start_T, end_T, j)
             new_HT = jnp.maximum(top_HT, x_HTU.max(-1))
             p_HTU, kept_HT = jnp.exp(x_HTU - new_HT[..., None]), jnp.exp(top_HT - new_HT)
-            v_UHK = v_bTHK[j]
+            v_UHK = v_bUHK[j]
             pv = jnp.einsum("htu,uhk->htk", p_HTU.astype(v_UHK.dtype), v_UHK, preferred_element_type=jnp.float32)
             return new_HT, total_HT * kept_HT + p_HTU.sum(-1), o_HTK * kept_HT[..., None] + pv
 
         nothing = (jnp.full((H, T), _LOWEST), jnp.zeros((H, T)), jnp.zeros((H, T, K)))
         nothing = tuple(varying(x, q_THK, start_T) for x in nothing)
-        top_HT, total_HT, o_HTK = jax.lax.fori_loop(*_block_range(start_T, end_T), step, nothing)
+        top_HT, total_HT, o_HTK = jax.lax.fori_loop(*_block_range(start_T, end_T, U), step, nothing)
         total_HT = jnp.where(total_HT > 0, total_HT, 1.0)
         return jnp.moveaxis(o_HTK / total_HT[..., None], 0, 1).astype(q_THK.dtype), top_HT + jnp.log(total_HT)
 
     o_bTHK, normaliser_bHT = jax.lax.map(one, (q_bTHK, start_bT, end_bT))
     o_bTHK, normaliser_bHT = checkpoint_name((o_bTHK, normaliser_bHT), "product")
-    return o_bTHK, (q_bTHK, k_bTHK, v_bTHK, start_bT, end_bT, o_bTHK, normaliser_bHT)
+    return o_bTHK, (q_bTHK, k_bUHK, v_bUHK, start_bT, end_bT, o_bTHK, normaliser_bHT)
 
 
 def _attend_backward(residuals, do_bTHK):
-    q_bTHK, k_bTHK, v_bTHK, start_bT, end_bT, o_bTHK, normaliser_bHT = residuals
+    q_bTHK, k_bUHK, v_bUHK, start_bT, end_bT, o_bTHK, normaliser_bHT = residuals
+    U = k_bUHK.shape[1]
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def one(carry, xs):
@@ -183,36 +184,36 @@ def _attend_backward(residuals, do_bTHK):
         mean_HT = dot("thk,thk->ht", do_THK.astype(jnp.float32), o_THK.astype(jnp.float32))
 
         def step(j, carry):
-            dq_THK, dk_bTHK, dv_bTHK = carry
-            k_UHK, v_UHK = k_bTHK[j], v_bTHK[j]
+            dq_THK, dk_bUHK, dv_bUHK = carry
+            k_UHK, v_UHK = k_bUHK[j], v_bUHK[j]
             p_HTU = jnp.exp(_logits(q_THK, k_UHK, start_T, end_T, j) - normaliser_HT[..., None])
             dp_HTU = dot("thk,uhk->htu", do_THK, v_UHK)
             dx_HTU = p_HTU * (dp_HTU - mean_HT[..., None]) * q_THK.shape[-1] ** -0.5
             p_HTU, dx_HTU = p_HTU.astype(q_THK.dtype), dx_HTU.astype(q_THK.dtype)
             dq_THK += dot("htu,uhk->thk", dx_HTU, k_UHK)
-            dk_bTHK = dk_bTHK.at[j].add(dot("htu,thk->uhk", dx_HTU, q_THK))
-            return dq_THK, dk_bTHK, dv_bTHK.at[j].add(dot("htu,thk->uhk", p_HTU, do_THK))
+            dk_bUHK = dk_bUHK.at[j].add(dot("htu,thk->uhk", dx_HTU, q_THK))
+            return dq_THK, dk_bUHK, dv_bUHK.at[j].add(dot("htu,thk->uhk", p_HTU, do_THK))
 
         dq_THK = varying(jnp.zeros(q_THK.shape), q_THK, start_T)
-        dq_THK, *carry = jax.lax.fori_loop(*_block_range(start_T, end_T), step, (dq_THK, *carry))
+        dq_THK, *carry = jax.lax.fori_loop(*_block_range(start_T, end_T, U), step, (dq_THK, *carry))
         return tuple(carry), dq_THK
 
-    zeros = varying(jnp.zeros(k_bTHK.shape), q_bTHK, start_bT)
+    zeros = varying(jnp.zeros(k_bUHK.shape), q_bTHK, start_bT)
     xs = (q_bTHK, start_bT, end_bT, o_bTHK, normaliser_bHT, do_bTHK)
-    (dk_bTHK, dv_bTHK), dq_bTHK = jax.lax.scan(one, (zeros, zeros), xs)
-    return *(x.astype(q_bTHK.dtype) for x in (dq_bTHK, dk_bTHK, dv_bTHK)), None, None
+    (dk_bUHK, dv_bUHK), dq_bTHK = jax.lax.scan(one, (zeros, zeros), xs)
+    return *(x.astype(q_bTHK.dtype) for x in (dq_bTHK, dk_bUHK, dv_bUHK)), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def attend_images_reference(
-    q_PHK: jax.Array, k_PHK: jax.Array, v_PHK: jax.Array, start_P: jax.Array, end_P: jax.Array
+    q_PHK: jax.Array, k_NHK: jax.Array, v_NHK: jax.Array, start_P: jax.Array, end_P: jax.Array
 ) -> jax.Array:
-    """What `attend_images` computes, from a whole [P, P] mask: the oracle of the tests."""
-    p = jnp.arange(len(q_PHK))
-    seen_PP = (p >= start_P[:, None]) & (p < end_P[:, None])
-    logits = jnp.einsum("thk,uhk->htu", q_PHK, k_PHK) * q_PHK.shape[-1] ** -0.5
-    some = seen_PP.any(1)[:, None]
-    p_HPP = jax.nn.softmax(jnp.where(seen_PP, logits, jnp.where(some, -jnp.inf, 0.0)), axis=-1)
-    return jnp.einsum("htu,uhk->thk", jnp.where(seen_PP, p_HPP, 0.0), v_PHK)
+    """What `attend_images` computes, from a whole [P, N] mask: the oracle of the tests."""
+    n = jnp.arange(len(k_NHK))
+    seen_PN = (n >= start_P[:, None]) & (n < end_P[:, None])
+    logits = jnp.einsum("phk,nhk->hpn", q_PHK, k_NHK) * q_PHK.shape[-1] ** -0.5
+    some = seen_PN.any(1)[:, None]
+    p_HPN = jax.nn.softmax(jnp.where(seen_PN, logits, jnp.where(some, -jnp.inf, 0.0)), axis=-1)
+    return jnp.einsum("hpn,nhk->phk", jnp.where(seen_PN, p_HPN, 0.0), v_NHK)
