@@ -2,6 +2,7 @@
 """DeepSeek-V4.1 against numbers of the official equations: streams, selections, images, Engram."""
 
 import dataclasses
+import functools
 import math
 import pathlib
 import re
@@ -18,8 +19,10 @@ from golden_models import loaded_model
 import dsv4_jax as ds
 from dsv4_jax.mesh import abstract_mesh
 from dsv4_jax.model.dspark import Anchors, propose
+from dsv4_jax.model.engram import engram_rows
 from dsv4_jax.model.official import official_shapes
 from dsv4_jax.model.params import RouterBias
+from dsv4_jax.ops.documents import documents
 from dsv4_jax.train.step import update_biases
 
 S = 45
@@ -110,30 +113,35 @@ def test_drafts(v41):
 def test_a_packed_row_equals_its_documents_alone(v41):
     """A document of text and one with an image, one after the other and each in a row of its own."""
     arrays, cfg = v41["arrays"], v41["cfg"]
-    text, image = 25, 20  # tokens of the two documents
+    words, image = 25, 20  # tokens of the two documents
     ids, types = arrays["ids"], arrays["token_types"]
     rows = arrays["engram_rows"]
     assert (types[0, :image] >= 0).any() and (types[0, image:] < 0).all()
+
+    own_rows = jax.jit(functools.partial(engram_rows, cfg))
 
     def run(packed: bool):
         """Two rows: both documents and padding only, or each alone."""
         new = [np.zeros((2, S, *x.shape[2:]), x.dtype) for x in (ids, rows)]
         kinds, segments = np.full((2, S), -1), np.zeros((2, S), int)
-        start = text if packed else 0
+        start = words if packed else 0
         row = 0 if packed else 1
         for x, old in zip(new, (ids, rows), strict=True):
-            x[0, :text] = old[1, :text]
+            x[0, :words] = old[1, :words]
             x[row, start : start + image] = old[0, :image]
         kinds[row, start : start + image] = types[0, :image]
-        segments[0, :text] = 1
+        segments[0, :words] = 1
         segments[row, start : start + image] = 2
         grids = np.array(v41["grids"])
         grids[0, :2] = row, start + grids[0, 1]
-        out = v41["call"](v41["model"], new[0], segments, kinds, arrays["patches"], grids, None)
+        docs, text = documents(jnp.asarray(segments)), (segments > 0) & (kinds < 0)
+        found = np.asarray(own_rows(v41["model"].token_map, new[0], text, docs))
+        np.testing.assert_array_equal(found[segments > 0], new[1][segments > 0])
+        out = v41["call"](v41["model"], new[0], segments, kinds, arrays["patches"], grids, found)
         return out, (row, slice(start, start + image))
 
     (together, at), (alone, at_alone) = run(True), run(False)
-    for here, there in ((at, at_alone), ((0, slice(text)),) * 2):
+    for here, there in ((at, at_alone), ((0, slice(words)),) * 2):
         np.testing.assert_allclose(together.logits[here], alone.logits[there], rtol=0, atol=2e-4)
         for i in range(cfg.n_layers):
             np.testing.assert_array_equal(np.sort(together.experts[i][here]), np.sort(alone.experts[i][there]))
