@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line as a user meets it: exit statuses, short messages, no device touched by mistake."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,24 +20,38 @@ def command(*words, **env):
     )
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--train.step", "5"], "'train.steps'"),
-        (["--train.steps", "x"], "train.steps"),
-        (["--model.compress-ratios", "0", "4"], "model.compress_ratios"),
-        (["--data.path", "/nowhere"], "data.path"),
-        (["--data.held-out", "1e-9"], "data.held_out"),
-        (["--data.batch-size", "0"], "data.batch_size"),
-        (["--model.vocab-size", "256"], "model.vocab_size"),
-    ],
-)
-def test_bad_configuration_exits_2_before_any_device_work(tmp_path, flags, words):
+BAD = [
+    (["--train.step", "5"], "'train.steps'"),
+    (["--train.steps", "x"], "train.steps"),
+    (["--model.compress-ratios", "0", "4"], "model.compress_ratios"),
+    (["--data.path", "/nowhere"], "data.path"),
+    (["--data.held-out", "1e-9"], "data.held_out"),
+    (["--data.batch-size", "0"], "data.batch_size"),
+    (["--model.vocab-size", "256"], "model.vocab_size"),
+]
+EACH = """
+import contextlib, io, json, sys
+from dsv4_jax.cli import train
+
+for flags in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            train(["configs/tiny_v4.py", *flags])
+        except SystemExit as stop:
+            print(json.dumps([stop.code, said.getvalue()]))
+"""
+
+
+def test_bad_configuration_exits_2_before_any_device_work(tmp_path):
     run = ["--train.run-dir", str(tmp_path / "run")]
-    done = command("train.py", "configs/tiny_v4.py", *run, *flags, **NO_DEVICE)
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr and "Traceback" not in done.stderr and len(done.stderr) < 600
+    done = command("-c", EACH, json.dumps([run + flags for flags, _ in BAD]), **NO_DEVICE)
+    assert done.returncode == 0, done.stderr
+    for (flags, words), line in zip(BAD, done.stdout.splitlines(), strict=True):
+        code, said = json.loads(line)
+        assert code == 2 and words in said and "Traceback" not in said and len(said) < 600, (flags, said)
     assert not (tmp_path / "run").exists()
+    done = command("train.py", "configs/tiny_v4.py", *run, *BAD[0][0], **NO_DEVICE)
+    assert done.returncode == 2 and BAD[0][1] in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_run_that_cannot_go_on_exits_1(capsys):
