@@ -2,6 +2,7 @@
 """Training: a short run end to end, resume, the optimizer's groups, balance biases, start-up checks."""
 
 import dataclasses
+import io
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from rich.console import Console
 from runs import MODEL, config, metrics, small, timeless, train
 
 import dsv4_jax as ds
@@ -28,6 +30,7 @@ from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.evaluate import unigram_entropy
 from dsv4_jax.train.feed import put_batch
+from dsv4_jax.train.metrics import Display
 from dsv4_jax.train.state import init_state, schedule
 from dsv4_jax.train.step import losses, make_train_step, update_biases
 
@@ -223,6 +226,14 @@ def test_start_warnings_name_what_is_wrong(batch, corpus, tmp_path):
             variable.set_value(jnp.zeros_like(variable.get_value()))
     (said,) = start_warnings(cfg, good, buffers)
     assert "tid2eid" in said
+
+
+def test_the_time_left_is_that_of_steps_alone():
+    said = io.StringIO()
+    with Display(Console(file=said, width=200), steps=10, done=2, every_s=0.0) as display:
+        for step, seconds in ((3, 1.0), (4, 3.0)):
+            display.update({"step": step, "loss": 1.0, "tokens_per_s": 9.0, "lr": 1e-3}, seconds)
+    assert [line.partition("ETA ")[2] for line in said.getvalue().splitlines()] == ["7 s", "12 s"]
 
 
 def test_unigram_entropy():

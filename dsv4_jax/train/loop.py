@@ -304,13 +304,13 @@ class _Trainer:
             history.spikes += 1
             self.event(step, "spike", spiked)
         now, new = time.monotonic(), scalars["tokens"]
+        seconds, self.clock = now - self.clock, now
         history.tokens += new
-        scalars |= {"tokens": history.tokens, "tokens_per_s": new / (now - self.clock)}
+        scalars |= {"tokens": history.tokens, "tokens_per_s": new / seconds}
         scalars |= {"skipped_records": self.data[leg.number].skipped, "spikes": history.spikes}
         scalars |= {"rollbacks": history.rollbacks} | more
-        self.clock = now
         self.writer.write(scalars)
-        self.display.update(scalars)
+        self.display.update(scalars, seconds)
         if self.bad >= train.bad_steps:
             raise RunError(
                 f"{self.bad} steps in a row were not finite, the last one {step}: nothing was learnt in them"

@@ -72,7 +72,7 @@ class Display:
             disable=not console.is_terminal,
         )
         self._task = self._progress.add_task("train", total=steps, completed=done, line="compiling")
-        self._start, self._first = time.monotonic(), done
+        self._spent, self._count = 0.0, 0
 
     def __enter__(self) -> "Display":
         self._progress.start()
@@ -81,11 +81,12 @@ class Display:
     def __exit__(self, *error: Any) -> None:
         self._progress.stop()
 
-    def update(self, scalars: dict[str, float]) -> None:
-        """Shows a finished step."""
+    def update(self, scalars: dict[str, float], seconds: float) -> None:
+        """Shows a finished step, which took so long; compiling, evaluating and saving are not in the time left."""
         line, step, now = LINE.format(**scalars), int(scalars["step"]), time.monotonic()
+        self._spent, self._count = self._spent + seconds, self._count + 1
         self._progress.update(self._task, completed=step, line=line)
         if not self._console.is_terminal and (now - self._last > self._every_s or step == self._steps):
             self._last = now
-            left = (now - self._start) / max(step - self._first, 1) * (self._steps - step)
+            left = self._spent / self._count * (self._steps - step)
             self._console.print(f"step {step}/{self._steps}  {line}  ETA {left:.0f} s", highlight=False)
