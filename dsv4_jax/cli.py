@@ -96,7 +96,7 @@ def _plan(args: argparse.Namespace) -> None:
         matrices, attention = summary.operations_per_token(leg.cfg.model, leg.cfg.data.seq_len)
         work = f"operations  {matrices:.3g} a token in matrices, {attention:.3g} in attention, forward and backward"
         print(*summary.describe_model(leg.cfg.model), work, objective, optimizer, "", parameters, sep="\n")
-        print("", *summary.describe_placement(config, leg), summary.describe_activations(leg.cfg), sep="\n")
+        print("", *summary.describe_placement(config, leg), *summary.describe_activations(leg.cfg), sep="\n")
     if args.topology:
         print("", *compile_for(config, leg, devices), sep="\n")
 

@@ -181,13 +181,13 @@ def describe_placement(cfg: Config, leg: Leg | None = None) -> list[str]:
     return [*lines, "bytes per device: " + ", ".join(f"{name} {_bytes(tree):,}" for name, tree in held)]
 
 
-def describe_activations(cfg: Config) -> str:
-    """Bytes on each device of what is kept for the backward pass of one part of the batch, by tracing.
+def describe_activations(cfg: Config) -> list[str]:
+    """Bytes on each device of one part of the batch, and of what is kept for its backward pass, by tracing.
 
     What a layer needs while it runs comes on top; a compiled step (`topology`) tells that too.
     """
     state, batch = abstract_state(cfg), abstract_batch(cfg, cfg.data.batch_size // cfg.train.accumulate)
-    objective, model = make_objective(cfg), cfg.model
+    objective, model, given = make_objective(cfg), cfg.model, _bytes(batch)
     if model.engram_layer_ids:  # so that a plan needs no tokenizer
         columns = (model.engram_max_ngram_size - 1) * model.engram_n_heads
         shape, place = (*batch["ids"].shape, len(model.engram_layer_ids), columns), batch["ids"].sharding
@@ -201,7 +201,8 @@ def describe_activations(cfg: Config) -> str:
     kept = {v: v.aval for v in program.outvars if not isinstance(v, jex.core.Literal)}
     size = _bytes([x for v, x in kept.items() if v not in program.invars])
     rows, remat = batch["ids"].shape[0], cfg.model.remat
-    return f"activations {size:,} bytes a device kept for the backward pass, for {rows} rows (model.remat = {remat})"
+    told = f"activations {size:,} bytes a device kept for the backward pass of that (model.remat = {remat})"
+    return [f"batch       {given:,} bytes a device for {rows} rows", told]
 
 
 def _bytes(tree: object) -> int:

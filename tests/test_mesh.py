@@ -55,7 +55,8 @@ def packed_batch(rng):
 def with_images(batch, rng):
     """The batch with an image across two devices' positions, and one of a single patch."""
     types = np.full((B, S), -1, np.int32)
-    grids, patches = np.zeros((B, 1, 4), np.int32), rng.normal(size=(B, 20, 3, 2, 2)).astype(np.float32)
+    grids, patches = np.zeros((B, 1, 4), np.int32), np.zeros((B, 24, 3, 2, 2), np.float32)
+    patches[:, :20] = rng.normal(size=(B, 20, 3, 2, 2))
     for row, start, height, width in ((0, 4, 3, 5), (4, 20, 1, 1)):
         grids[row] = row, start, height, width
         lines, columns = -(-height // 2), -(-width // 2)

@@ -154,6 +154,8 @@ def test_a_row_with_two_images_by_hand():
     np.testing.assert_array_equal(batch["patches"][0, :6], read(png(6, 3, 1), MODEL))
     np.testing.assert_array_equal(batch["patches"][0, 6:7], read(png(2, 2, 2), MODEL))
     assert not batch["patches"][0, 7:].any() and not batch["patches"][1].any()
+    padded = next(Stream(one_plan(s, 24, Budget(MODEL, 7, 3), repeat=False), 2, multiple=8))
+    np.testing.assert_equal(padded, batch)
 
 
 def test_a_document_is_cut_before_an_image_that_does_not_fit():

@@ -2,15 +2,23 @@
 """What a run will need: the published sizes without an array, and the step compiled for TPUs that are not there."""
 
 import importlib.util
+import math
 import re
 import subprocess
 import sys
 
+import jax
 import pytest
 from conftest import ROOT
+from golden_models import small_config
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dsv4_jax as ds
 from dsv4_jax.cli import main
+from dsv4_jax.config import Config, MeshConfig, TrainConfig
+from dsv4_jax.mesh import RULES, make_mesh, param_spec
+from dsv4_jax.summary import describe_placement
 from dsv4_jax.topology import collectives, compile_for, slice_devices
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
@@ -41,6 +49,38 @@ def test_published_sizes(name, total, matrices, devices):
     assert 4 * total / devices <= held < 1.6 * 4 * total / devices and held < optimizer < 1.1 * held
     assert 0.99 * held < gradients < held  # the indexer rests in the first stage
     assert 2e10 < said["activations"][0] < 2e11
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([*RULES, "lora"]), st.integers(1, 24)), max_size=4),
+    st.sampled_from([(1, 1, 1), (2, 2, 2), (1, 1, 8), (3, 1, 2), (2, 1, 3), (1, 4, 2)]),
+)
+def test_a_parameter_is_split_over_all_axes_that_divide_one_of_its_own(axes, mesh):
+    with jax.set_mesh(make_mesh(*mesh)):
+        spec = param_spec(tuple(name for name, _ in axes), tuple(size for _, size in axes))
+    count = dict(zip(("data", "expert", "context"), mesh, strict=True))
+    split = [(s,) if isinstance(s, str) else s or () for s in spec]
+    used = [name for names in split for name in names]
+    assert len(used) == len(set(used))
+    for (axis, size), names in zip(axes, split, strict=True):
+        assert names == RULES.get(axis, ())[: len(names)]
+        assert size % math.prod(count[name] for name in names) == 0
+        rule = RULES.get(axis, ())
+        if size % math.prod(count[name] for name in rule) == 0 and "rows" not in dict(axes):
+            assert set(rule) <= set(used)
+
+
+def test_what_is_not_split_is_named():
+    """A table whose vocabulary no axis divides is split by its width; a parameter with neither is named."""
+    model = small_config(n_heads=6, o_groups=2, vocab_size=63)
+    cfg = Config(model=model, train=TrainConfig(steps=200), mesh=MeshConfig(data=2, expert=2, context=2))
+    with jax.set_mesh(make_mesh(2, 2, 2)):
+        lines = describe_placement(cfg)
+    table = [line.split() for line in lines if line.startswith("63 x 16 ")]
+    assert [row[3:6] for row in table] == [["-,", "('data',", "'context')"]]
+    (named,) = [line for line in lines if line.startswith("not split")]
+    assert named == "not split: attn_sink (heads = 6 is not a multiple of mesh.data x mesh.context = 4)"
+    assert lines[-1].startswith("bytes per device: parameters ")
 
 
 def test_collectives_are_read_from_the_text():

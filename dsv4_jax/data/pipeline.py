@@ -11,9 +11,9 @@ For a model with vision there are also
 - `patches`, float32 [B, P, 3, p, p]: those of each row's images, in reading order, one image after another; then 0;
 - `image_grids`, int32 [B, n, 4]: for each image of a row (number of the row in the batch, position of its START,
   rows, columns of its patches), in order; then lines of 0.
-P patches and n images are the row's budget. The id of images is never a target: a position before START and all
-of an image but its END have target -1; the END has the text that follows. `mtp_targets` are -1 also where `targets`
-are, since the block that predicts them reads those.
+P patches and n images are the row's budget, P padded like S. The id of images is never a target: a position before
+START and all of an image but its END have target -1; the END has the text that follows. `mtp_targets` are -1 also
+where `targets` are, since the block that predicts them reads those.
 """
 
 import collections
@@ -102,11 +102,13 @@ class Stream(Iterator[Batch]):
             own: numbers of the rows to read, in order; all if absent.
             workers: threads; 0 makes a batch when it is asked for.
             ahead: batches that each thread makes ahead.
-            multiple: rows are padded to a multiple of it.
+            multiple: the positions and the patches of a row are padded to a multiple of it.
             start: where to begin: the `position` of another stream of the same plan.
         """
         self._plan, self._B, self.own = plan, B, list(range(B)) if own is None else list(own)
-        self._length = plan.S + -plan.S % multiple
+        self._length, self._budget = plan.S + -plan.S % multiple, plan.budget
+        if plan.budget:
+            self._budget = plan.budget._replace(patches=plan.budget.patches + -plan.budget.patches % multiple)
         self._rows, self.position, self._seen = plan.rows(start), start, start
         self._queue: collections.deque[tuple[Position, concurrent.futures.Future[Batch]]] = collections.deque()
         self._threads = concurrent.futures.ThreadPoolExecutor(workers) if workers else None
@@ -114,7 +116,7 @@ class Stream(Iterator[Batch]):
 
     def _make(self, rows: list[list[Piece]]) -> Batch:
         plan, get = self._plan, lambda r: rows[r] if r < len(rows) else []
-        made = [fill(get(r), plan.parts, self._length, plan.budget, r) for r in self.own]
+        made = [fill(get(r), plan.parts, self._length, self._budget, r) for r in self.own]
         return {name: np.stack([row[name] for row in made]) for name in made[0]}
 
     def _schedule(self, batches: int) -> None:

@@ -252,7 +252,7 @@ def embed_images(
     _check_grids(image_grids, patches.shape[1], e_BSD.shape[0])
     groups, positions = jax.P(BATCH) if grouped else jax.P(None), jax.P(BATCH, "context")
     chunks = jax.P(*groups, "context")
-    patches, image_grids = (jax.reshard(x, groups) for x in (patches, image_grids))
+    image_grids = jax.reshard(image_grids, groups)
     (G, P), (B, S) = patches.shape[:2], token_types_BS.shape
     P = max(P, 1)  # nothing can be gathered from an empty array
     C = max(1, min(B // G * S, max_cells(P, image_grids.shape[1], cfg.vision_downsample_ratio)))
@@ -261,7 +261,9 @@ def embed_images(
 
     tables = jax.shard_map(functools.partial(_tables, cfg, N, cells), in_specs=groups, out_specs=groups)
     at = jax.tree.map(lambda x: jax.reshard(x, chunks), tables(image_grids))
-    patches = jax.reshard(jnp.pad(patches, [(0, 0), (0, N - patches.shape[1])] + [(0, 0)] * 3), chunks)
+    if N != patches.shape[1]:  # never so in training: the data are padded
+        patches = jnp.pad(jax.reshard(patches, groups), [(0, 0), (0, N - patches.shape[1])] + [(0, 0)] * 3)
+    patches = jax.reshard(patches, chunks)
     with jax.named_scope("vision"):
         x_GPD = parts.vision(patches, at, dtype)
     with jax.named_scope("aligner"):

@@ -163,20 +163,20 @@ def abstract_state(cfg: Config) -> TrainState:
 
 
 def batch_spec(name: str, rank: int) -> jax.P:
-    """Where an array of a batch lies: rows are split, and positions if it has some; a row's images stay together."""
-    return row_spec(rank) if name in ("patches", "image_grids") else act_spec(rank)
+    """Where an array of a batch lies: rows are split, and their positions and patches; tables of images are not."""
+    return row_spec(rank) if name == "image_grids" else act_spec(rank)
 
 
 def abstract_batch(cfg: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and shardings of a batch of so many rows, on the mesh that is set."""
-    length = -(-cfg.data.seq_len // cfg.mesh.context) * cfg.mesh.context
+    padded = lambda size: size + -size % cfg.mesh.context
     names = ["ids", "segment_ids", "targets", "mtp_targets"]
     shapes: dict[str, tuple[int, ...]] = {}
     if budget := row_budget(cfg):
         names.append("token_types")
-        shapes["patches"] = budget.patches, 3, *(cfg.model.vision_patch_size,) * 2
+        shapes["patches"] = padded(budget.patches), 3, *(cfg.model.vision_patch_size,) * 2
         shapes["image_grids"] = budget.images, 4
-    shapes = dict.fromkeys(names, (length,)) | shapes
+    shapes = dict.fromkeys(names, (padded(cfg.data.seq_len),)) | shapes
 
     def struct(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(_mesh(), batch_spec(name, 1 + len(shape)))
