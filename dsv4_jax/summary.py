@@ -175,7 +175,7 @@ def describe_placement(cfg: Config, leg: Leg | None = None) -> list[str]:
         placed = ", ".join("-" if axis is None else str(axis) for axis in spec)
         rows.append((" x ".join(map(str, shape)), placed, count, " ".join(dict.fromkeys(names))))
     lines = columns(rows)
-    lines += [f"not split: {' '.join(dict.fromkeys(names))} ({why})" for why, names in whole.items()]
+    lines += [f"not fully split: {' '.join(dict.fromkeys(names))} ({why})" for why, names in whole.items()]
     trained, _ = split_trained((leg or cfg.legs[0]).cfg, state.params)
     held = (("parameters", state.params), ("gradients", trained), ("optimizer", state.opt_state))
     return [*lines, "bytes per device: " + ", ".join(f"{name} {_bytes(tree):,}" for name, tree in held)]

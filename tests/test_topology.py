@@ -78,8 +78,8 @@ def test_what_is_not_split_is_named():
         lines = describe_placement(cfg)
     table = [line.split() for line in lines if line.startswith("63 x 16 ")]
     assert [row[3:6] for row in table] == [["-,", "('data',", "'context')"]]
-    (named,) = [line for line in lines if line.startswith("not split")]
-    assert named == "not split: attn_sink (heads = 6 is not a multiple of mesh.data x mesh.context = 4)"
+    (named,) = [line for line in lines if line.startswith("not fully split")]
+    assert named == "not fully split: attn_sink (heads = 6 is not a multiple of mesh.data x mesh.context = 4)"
     assert lines[-1].startswith("bytes per device: parameters ")
 
 
