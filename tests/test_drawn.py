@@ -4,6 +4,7 @@
 import dataclasses
 import io
 import json
+import math
 
 import jax
 import numpy as np
@@ -87,7 +88,7 @@ def test_the_default_budget_follows_the_row():
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2), (2, 2, 2)])
 def test_a_batch_on_a_mesh_and_its_parts(tmp_path, shape):
-    cfg = drawn_config(tmp_path, seq_len=121, batch_size=8)
+    cfg = drawn_config(tmp_path, seq_len=121, batch_size=8, row_patches=201)
     data, expert, context = shape
     cfg = dataclasses.replace(cfg, mesh=MeshConfig(data=data, expert=expert, context=context))
     (data,) = read_data(cfg)
@@ -100,6 +101,8 @@ def test_a_batch_on_a_mesh_and_its_parts(tmp_path, shape):
         told = abstract_batch(cfg, 8)
         for name, x in placed.items():
             assert (x.shape, x.dtype, x.sharding) == (told[name].shape, told[name].dtype, told[name].sharding), name
+            pieces = math.prod(shape[:2] if name == "image_grids" else shape)
+            assert math.prod(x.sharding.shard_shape(x.shape)) * pieces == x.size, name
         assert sorted(told) == sorted(placed)
         parts = jax.device_get(jax.jit(accumulation_parts, static_argnums=1)(placed, 2))
     devices = shape[0] * shape[1]

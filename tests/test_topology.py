@@ -40,7 +40,7 @@ def test_published_sizes(name, total, matrices, devices):
     said = {
         word: numbers(line)
         for line in lines
-        for word in ("parameters ", "operations", "bytes per device:", "activations")
+        for word in ("parameters ", "operations", "bytes per device:", "batch ", "activations")
         if line.startswith(word)
     }
     assert said["parameters "][0] == pytest.approx(total, rel=1e-6)
@@ -48,6 +48,8 @@ def test_published_sizes(name, total, matrices, devices):
     held, gradients, optimizer = said["bytes per device:"]
     assert 4 * total / devices <= held < 1.6 * 4 * total / devices and held < optimizer < 1.1 * held
     assert 0.99 * held < gradients < held  # the indexer rests in the first stage
+    given, rows = said["batch "]
+    assert given * devices == 4 * 4 * rows * 4096  # ids, segments and targets of two kinds
     assert 2e10 < said["activations"][0] < 2e11
 
 
@@ -68,6 +70,8 @@ def test_a_parameter_is_split_over_all_axes_that_divide_one_of_its_own(axes, mes
         rule = RULES.get(axis, ())
         if size % math.prod(count[name] for name in rule) == 0 and "rows" not in dict(axes):
             assert set(rule) <= set(used)
+        if rule and not names:
+            assert rule[0] in used or size % count[rule[0]]
 
 
 def test_what_is_not_split_is_named():

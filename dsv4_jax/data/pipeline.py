@@ -106,9 +106,9 @@ class Stream(Iterator[Batch]):
             start: where to begin: the `position` of another stream of the same plan.
         """
         self._plan, self._B, self.own = plan, B, list(range(B)) if own is None else list(own)
-        self._length, self._budget = plan.S + -plan.S % multiple, plan.budget
-        if plan.budget:
-            self._budget = plan.budget._replace(patches=plan.budget.patches + -plan.budget.patches % multiple)
+        padded = lambda size: size + -size % multiple
+        self._length = padded(plan.S)
+        self._budget = plan.budget and plan.budget._replace(patches=padded(plan.budget.patches))
         self._rows, self.position, self._seen = plan.rows(start), start, start
         self._queue: collections.deque[tuple[Position, concurrent.futures.Future[Batch]]] = collections.deque()
         self._threads = concurrent.futures.ThreadPoolExecutor(workers) if workers else None
