@@ -117,17 +117,15 @@ def on_cpu() -> bool:
 def param_spec(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.P:
     """Where a parameter lives: `RULES` applied to its logical axes, each mesh axis once.
 
-    The first axis that all its mesh axes divide is split over them; if none is, one is split over the first of
-    its mesh axes.
+    An axis that its mesh axes do not divide is split over the first of them that do, or replicated.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
-    spec: list[tuple[str, ...]] = [()] * len(axes)
-    for count in range(len(AXES), 0, -1):
-        for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
-            names = RULES.get(axis, ())[:count]
-            free = set(names).isdisjoint(name for used in spec for name in used)
-            if free and not spec[i] and size % math.prod(sizes[name] for name in names) == 0:
-                spec[i] = names
+    spec: list[tuple[str, ...]] = []
+    for axis, size in zip(axes, shape, strict=True):
+        names = RULES.get(axis, ())
+        while names and (size % math.prod(sizes[name] for name in names) or any(set(names) & set(s) for s in spec)):
+            names = names[:-1]
+        spec.append(names)
     return jax.P(*(names if len(names) > 1 else next(iter(names), None) for names in spec))
 
 

@@ -57,7 +57,7 @@ def test_published_sizes(name, total, matrices, devices):
     st.lists(st.tuples(st.sampled_from([*RULES, "lora"]), st.integers(1, 24)), max_size=4),
     st.sampled_from([(1, 1, 1), (2, 2, 2), (1, 1, 8), (3, 1, 2), (2, 1, 3), (1, 4, 2)]),
 )
-def test_a_parameter_is_split_over_all_axes_that_divide_one_of_its_own(axes, mesh):
+def test_a_parameter_is_split_wherever_a_free_mesh_axis_divides_it(axes, mesh):
     with jax.set_mesh(make_mesh(*mesh)):
         spec = param_spec(tuple(name for name, _ in axes), tuple(size for _, size in axes))
     count = dict(zip(("data", "expert", "context"), mesh, strict=True))
@@ -68,8 +68,6 @@ def test_a_parameter_is_split_over_all_axes_that_divide_one_of_its_own(axes, mes
         assert names == RULES.get(axis, ())[: len(names)]
         assert size % math.prod(count[name] for name in names) == 0
         rule = RULES.get(axis, ())
-        if size % math.prod(count[name] for name in rule) == 0 and "rows" not in dict(axes):
-            assert set(rule) <= set(used)
         if rule and not names:
             assert rule[0] in used or size % count[rule[0]]
 
