@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from golden_models import small_config
 from jax.sharding import NamedSharding
+from schedule import races
 
 import dsv4_jax as ds
 from dsv4_jax.config import Config, DataConfig, MeshConfig, OptimConfig, TrainConfig
@@ -24,14 +25,15 @@ MODEL = small_config(
     n_layers=2, compress_ratios=(4, 8, 0), n_hash_layers=1, window_size=7, n_routed_experts=8, index_topk=2,
     attention_block=3, hc_mult=2, remat="none",
 )  # fmt: skip
-# Everything of V4.1: CSA2 with a pool of candidates, single-pass hyper-connections, Engram, images.
+# Everything of V4.1: CSA2 with a pool of candidates, single-pass hyper-connections, Engram, images. No axis of devices
+# divides the vocabulary, all of them divide the Engram's 384 rows.
 MODEL41 = small_config(
-    n_layers=3, compress_ratios=(2, 2, 2), kv_source_layers=(0,), index_source_layers=(0, 1), candidate_source_layer=0,
-    candidate_topk_blocks=2, candidate_block_size=2, window_size=7, n_routed_experts=8, index_topk=2, n_mtp_layers=0,
-    hc_single_pass=True, query_norm=False, modality_bias=True, engram_layer_ids=(1,), engram_vocab_size=50,
-    engram_n_heads=1, engram_head_dim=8, vision_n_layers=1, vision_dim=16, vision_n_heads=2, vision_inter_dim=16,
-    vision_patch_size=2, vision_downsample_ratio=2, image_token_id=63, attention_block=3, hc_mult=2, remat="none",
-    swiglu_limit=1.0,
+    vocab_size=67, n_layers=3, compress_ratios=(2, 2, 2), kv_source_layers=(0,), index_source_layers=(0, 1),
+    candidate_source_layer=0, candidate_topk_blocks=2, candidate_block_size=2, window_size=7, n_routed_experts=8,
+    index_topk=2, n_mtp_layers=0, hc_single_pass=True, query_norm=False, modality_bias=True, engram_layer_ids=(1,),
+    engram_vocab_size=50, engram_n_heads=2, engram_head_dim=8, vision_n_layers=1, vision_dim=16, vision_n_heads=2,
+    vision_inter_dim=16, vision_patch_size=2, vision_downsample_ratio=2, image_token_id=63, attention_block=3,
+    hc_mult=2, remat="none", swiglu_limit=1.0,
 )  # fmt: skip
 WEIGHTS = {"loss": 1.0, "mtp_loss": 0.3, "balance_loss": 0.1, "indexer_loss": 1.0}
 REST = [(1, 1, 8), (1, 8, 1), (8, 1, 1), (4, 2, 1), (1, 4, 2)]
@@ -96,7 +98,9 @@ def on_mesh(mesh, model=MODEL, change=lambda name, x: x, run=None):
             found, load = losses(nnx.merge(graphdef, params, buffers), batch)
             return sum(weight * found.get(name, 0.0) for name, weight in WEIGHTS.items()), (found, load)
 
-        grads, (found, load) = jax.jit(jax.grad(objective, has_aux=True))(params)
+        program = jax.jit(jax.grad(objective, has_aux=True)).lower(params).compile()
+        assert not races(program.as_text())
+        grads, (found, load) = program(params)
         names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(grads)]
         specs = [x.sharding.spec for x in jax.tree.leaves(grads)]
         assert specs == [x.sharding.spec for x in jax.tree.leaves(params)]
@@ -222,6 +226,7 @@ def test_three_steps_on_any_mesh(shape, one_run, capfd):
         np.testing.assert_allclose(got[...], want[...], rtol=0, atol=near * moved + 1e-9, err_msg=name)
 
     assert "ematerialization" not in capfd.readouterr().err
+    assert not races(text)
     model = "\n".join(line for line in text.splitlines() if "/optimizer/" not in line)
     _, _, largest = max(collectives(model), key=lambda found: math.prod(found[2]))
     rows = B * 4 * S * MODEL.dim // (shape[0] * shape[2])  # those that the devices of an expert axis share

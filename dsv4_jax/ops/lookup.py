@@ -2,8 +2,10 @@
 """Rows of a table that is split over devices by rows: every id goes to the device that owns its row.
 
 Inside `shard_map`. Ids travel in rounds of a fixed room for each pair of devices, so that memory does not
-grow with skew: any ids give the right rows, very uneven ones take more rounds. Letters: N ids of this
-device, R rows that it owns, K width, P devices, C room.
+grow with skew: any ids give the right rows, very uneven ones take more rounds. On CPU there is room for all
+and one round: its devices take up a collective that follows a loop while the loop still runs, each at its own
+moment, and wait for each other forever if the loop has collectives too. Letters: N ids of this device, R rows
+that it owns, K width, P devices, C room.
 """
 
 import functools
@@ -13,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.mesh import varying
+from dsv4_jax.mesh import on_cpu, varying
 
 Axes = tuple[str, ...]
 
@@ -42,7 +44,6 @@ class _Requests(NamedTuple):
         row_N: its row at its owner, in the device's own order.
         first_P: where each owner's ids start in that order.
         count_P: how many it has.
-        rounds: how often everybody sends.
         room: ids that one device sends another in a round.
         rows: rows of an owner.
         axes: the devices' mesh axes.
@@ -52,12 +53,11 @@ class _Requests(NamedTuple):
     row_N: jax.Array
     first_P: jax.Array
     count_P: jax.Array
-    rounds: jax.Array
     room: int
     rows: int
     axes: Axes
 
-    def round(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def round(self, i: int | jax.Array) -> tuple[jax.Array, jax.Array]:
         """Places [P, C] of the ids to send to every device, N where none is, and rows [P, C] that others ask for."""
         number_C = i * self.room + jnp.arange(self.room)
         used_PC = number_C < self.count_P[:, None]
@@ -77,15 +77,18 @@ def _requests(ids_N: jax.Array, rows: int, axes: Axes) -> _Requests:
     P, N = jax.lax.axis_size(axes), ids_N.size
     owner_N, row_N = jnp.divmod(ids_N, rows)
     count_P = varying(jnp.zeros(P, jnp.int32), ids_N).at[owner_N].add(1, mode="drop")
-    room = -(-2 * N // P)  # twice an even share
-    everyone = tuple(jax.typeof(ids_N).manual_axis_type.varying)
-    rounds = jax.lax.pmax(-(-count_P.max() // room), everyone)
+    room = N if on_cpu() else -(-2 * N // P)  # twice an even share
     first_P = jnp.cumsum(count_P) - count_P
-    return _Requests(jnp.argsort(owner_N), row_N, first_P, count_P, rounds, room, rows, axes)
+    return _Requests(jnp.argsort(owner_N), row_N, first_P, count_P, room, rows, axes)
 
 
 def _loop(requests: _Requests, step: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    return jax.lax.fori_loop(0, requests.rounds, lambda i, x: step(x, *requests.round(i)), x)
+    one = lambda i, x: step(x, *requests.round(i))
+    if requests.room >= requests.order_N.size:
+        return one(0, x)
+    everyone = tuple(jax.typeof(requests.count_P).manual_axis_type.varying)
+    rounds = jax.lax.pmax(-(-requests.count_P.max() // requests.room), everyone)
+    return jax.lax.fori_loop(0, rounds, one, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
