@@ -52,8 +52,12 @@ def v41(tmp_path_factory) -> dict[str, Any]:
 
 def test_streams_and_logits(v41):
     out, arrays = v41["out"], v41["arrays"]
-    # In float64 this model is up to 2e-4 away from the stored fp32 numbers, where streams have grown to 40.
-    close = lambda got, name: np.testing.assert_allclose(got, arrays[name], rtol=1e-5, atol=1e-4, err_msg=name)
+
+    def close(got, name):
+        # In float64 this model is up to 4e-6 of the largest away from the stored fp32 numbers.
+        largest = np.abs(arrays[name]).max()
+        np.testing.assert_allclose(got, arrays[name], rtol=0, atol=2e-5 * largest, err_msg=name)
+
     for i in range(v41["cfg"].n_layers):
         close(out.collected["streams"][i][:, ::3], f"stream/{i}")
         close(out.collected["pre_mix"][i], f"pre_mix/{i}")
