@@ -103,6 +103,7 @@ def attend(
         select: all entries under a mask, or each query's own gathered; auto takes the cheaper.
     """
     B, S, _, K = q_BSHK.shape
+    sink_H = varying(sink_H, q_BSHK)  # so that its gradient is added up over devices once, not in every block
     M = 0 if entries_BMK is None else entries_BMK.shape[1]
     if M == 0:
         entries_BMK, at, index, topk_BSk = None, None, None, None
