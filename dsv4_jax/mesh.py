@@ -114,6 +114,15 @@ def on_cpu() -> bool:
     return (device.platform if device else jax.default_backend()) == "cpu"
 
 
+def emulated() -> bool:
+    """Whether programs traced now are for several CPU devices, where a loop with collectives can hang.
+
+    If another collective follows it and does not need it, XLA's runtime for CPU starts that while the loop still
+    runs, at another point of it on every device: then all may wait for each other forever.
+    """
+    return on_cpu() and jax.sharding.get_abstract_mesh().size > 1
+
+
 def param_spec(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.P:
     """Where a parameter lives: `RULES` applied to its logical axes, each mesh axis once.
 

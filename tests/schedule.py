@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether emulated devices can end up waiting for each other: what XLA's schedule for CPU leaves open."""
+"""Loops that exchange something between devices, and what XLA's runtime for CPU may run beside them."""
 
 import re
 
 COLLECTIVE = re.compile(r" (ragged-)?(all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter)(-start)?\(")
 
 
-def races(program: str) -> list[tuple[str, str]]:
-    """Loops, calls and branches of a compiled program with collectives, each with a later one that does not need it.
+def loops(program: str) -> dict[str, list[str]]:
+    """Loops (calls, branches) of a compiled program that have collectives: of each those that may run beside it.
 
-    XLA's runtime for CPU starts such a collective while the loop still runs, at another point of it on every
-    device. Each pair may hang; a collective that comes before a loop is over when that begins.
+    These come later and do not need it. XLA's runtime for CPU starts them while the loop still runs, at another
+    point of it on every device, and all of them may wait forever. (What comes before a loop is over when it begins.)
     """
     computations: dict[str, list[tuple[str, str, set[str]]]] = {}
     for line in program.splitlines():
@@ -30,13 +30,14 @@ def races(program: str) -> list[tuple[str, str]]:
     def moves(line: str, names: set[str]) -> bool:
         return calls(names) or bool(COLLECTIVE.search(line))
 
-    found = []
+    found: dict[str, list[str]] = {}
     for lines in computations.values():
         for i, (loop, _, names) in enumerate(lines):
-            after = {loop} if calls(names) else set()
-            for name, line, names in lines[i + 1 :] if after else ():
-                if names & after:
-                    after.add(name)
-                elif moves(line, names):
-                    found.append((loop, name))
+            if calls(names):
+                found[loop], after = [], {loop}
+                for name, line, names in lines[i + 1 :]:
+                    if names & after:
+                        after.add(name)
+                    elif moves(line, names):
+                        found[loop].append(name)
     return found

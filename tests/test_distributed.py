@@ -2,6 +2,7 @@
 """Devices and processes: a run on eight emulated devices, in one process and in two, and what is refused."""
 
 import json
+import math
 import os
 import shutil
 import socket
@@ -27,17 +28,18 @@ def config():
 """
 
 
-def start(folder, name, *arguments, **environment):
-    """A training run in a process of its own."""
-    config = folder / "config.py"
-    config.write_text(CONFIG)
-    (folder / "text").mkdir(exist_ok=True)
-    for i in range(30):
-        (folder / "text" / f"{i}.txt").write_text(
-            f"The quick brown fox number {i} jumps over the lazy dog. " * (i % 7 + 1)
-        )
-    command = [sys.executable, str(ROOT / "train.py"), str(config), "--data.path", str(folder / "text")]
-    command += ["--train.run-dir", str(folder / name), *arguments]
+def start(folder, name, *arguments, config=None, **environment):
+    """A training run in a process of its own: of another configuration, or of `CONFIG` on some text."""
+    if config is None:
+        config = folder / "config.py"
+        config.write_text(CONFIG)
+        (folder / "text").mkdir(exist_ok=True)
+        for i in range(30):
+            (folder / "text" / f"{i}.txt").write_text(
+                f"The quick brown fox number {i} jumps over the lazy dog. " * (i % 7 + 1)
+            )
+        arguments = ("--data.path", str(folder / "text"), *arguments)
+    command = [sys.executable, str(ROOT / "train.py"), str(config), "--train.run-dir", str(folder / name), *arguments]
     environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"} | environment
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
@@ -85,6 +87,26 @@ def test_eight_devices_in_one_process_and_in_two(tmp_path):
         for got, want in zip(metrics(tmp_path / name)[4:], metrics(tmp_path / "eight")[4:], strict=True):
             assert got["tokens"] == want["tokens"] and got["step"] in (5, 6)
             np.testing.assert_allclose(got["loss"], want["loss"], rtol=1e-5)
+
+
+V41 = """
+--data.batch-size 2 --data.row-patches 1001 --model.vision-n-layers 2 --optim.warmup-steps 1 --optim.decay-steps 0
+--train.steps 3 --train.eval-every 3 --train.eval-batches 2 --train.sample-tokens 4 --model.vocab-size 259
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_v41_on_devices_along_context(tmp_path):
+    """Pictures in chunks, an odd vocabulary, and all that a run does beside its steps."""
+    shapes = {"one": (1, 1, 1), "context": (1, 1, 8), "data": (2, 1, 4)}
+    for name, shape in shapes.items():
+        mesh = [f"--mesh.{axis}={size}" for axis, size in zip(("data", "expert", "context"), shape, strict=True)]
+        devices = f"--train.cpu-devices={math.prod(shape)}"
+        finish(start(tmp_path, name, *V41.split(), *mesh, devices, config=ROOT / "configs" / "tiny_v41.py"))
+    for found in zip(*(metrics(tmp_path / name) for name in shapes), strict=True):
+        for name in ("loss", "grad_norm", "tokens"):
+            np.testing.assert_allclose([x[name] for x in found], found[0][name], rtol=2e-4, err_msg=name)
 
 
 @pytest.mark.parametrize(

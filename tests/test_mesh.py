@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 from golden_models import small_config
 from jax.sharding import NamedSharding
-from schedule import races
+from schedule import loops
 
 import dsv4_jax as ds
-from dsv4_jax.config import Config, DataConfig, MeshConfig, OptimConfig, TrainConfig
+from dsv4_jax.config import Config, DataConfig, LossConfig, MeshConfig, OptimConfig, TrainConfig
 from dsv4_jax.mesh import BATCH, make_mesh
 from dsv4_jax.topology import collectives
 from dsv4_jax.train.state import abstract_batch, abstract_state, batch_spec, init_state
@@ -99,7 +99,7 @@ def on_mesh(mesh, model=MODEL, change=lambda name, x: x, run=None):
             return sum(weight * found.get(name, 0.0) for name, weight in WEIGHTS.items()), (found, load)
 
         program = jax.jit(jax.grad(objective, has_aux=True)).lower(params).compile()
-        assert not races(program.as_text())
+        assert not loops(program.as_text())  # no layer is repeated, and no other loop needs exchanges
         grads, (found, load) = program(params)
         names = [".".join(map(str, path)) for path, _ in nnx.to_flat_state(grads)]
         specs = [x.sharding.spec for x in jax.tree.leaves(grads)]
@@ -226,11 +226,36 @@ def test_three_steps_on_any_mesh(shape, one_run, capfd):
         np.testing.assert_allclose(got[...], want[...], rtol=0, atol=near * moved + 1e-9, err_msg=name)
 
     assert "ematerialization" not in capfd.readouterr().err
-    assert not races(text)
+    assert not loops(text)
     model = "\n".join(line for line in text.splitlines() if "/optimizer/" not in line)
     _, _, largest = max(collectives(model), key=lambda found: math.prod(found[2]))
     rows = B * 4 * S * MODEL.dim // (shape[0] * shape[2])  # those that the devices of an expert axis share
     assert math.prod(largest) <= max(rows, *(x.size for x in jax.tree.leaves(states[0].params)))
+
+
+DEEP = dataclasses.replace(MODEL, n_layers=7, compress_ratios=(0, 4, 8, 4, 8, 4, 8, 0))
+DEEP41 = dataclasses.replace(
+    MODEL41, n_layers=6, compress_ratios=(2,) * 6, engram_layer_ids=(1, 4), vision_n_layers=2, vision_inter_dim=8
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)])
+@pytest.mark.parametrize("model, count", [(DEEP, 3), (DEEP41, 1)])
+def test_layers_and_parts_of_a_batch_in_loops(model, count, shape):
+    """Nothing runs beside the loops over parts of a batch and, forwards and backwards, over layers that repeat."""
+    lengths = dict(zip(("data", "expert", "context"), shape, strict=True))
+    cfg = Config(
+        model=model,
+        data=DataConfig(path="drawn:" if model.vision_n_layers else "", seq_len=4 * S, batch_size=B),
+        loss=LossConfig(mtp=0.1 * model.n_mtp_layers),
+        mesh=MeshConfig(**lengths),
+        train=TrainConfig(steps=200, run_dir="", accumulate=2),
+    )
+    with jax.set_mesh(make_mesh(*shape)):
+        step = jax.jit(make_train_step(cfg)).lower(abstract_state(cfg), abstract_batch(cfg, B)).compile()
+    beside = loops(step.as_text())
+    assert len(beside) == count and not any(beside.values())
 
 
 def one_expert(name, x):

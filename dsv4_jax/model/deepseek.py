@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv4_jax.mesh import act_spec, ensure_mesh, on_cpu, row_spec
+from dsv4_jax.mesh import act_spec, emulated, ensure_mesh, on_cpu, row_spec
 from dsv4_jax.model import hyper
 from dsv4_jax.model.attention import Tables, tables
 from dsv4_jax.model.block import MTP, Block, Stack, Tokens, collapsed, stack
@@ -208,7 +208,7 @@ class DeepSeek(nnx.Module):
 
         layers: list[Any] = [None] * cfg.n_layers
         for group, blocks in zip(self.plan, self.groups, strict=True):
-            down, told = _scan(layer, cfg.remat, down, list(blocks), _forced(forced_experts, group))
+            down, told = _scan(layer, cfg, down, list(blocks), _forced(forced_experts, group))
             for j in range(group.period):
                 for r, i in enumerate(group.layers(j)):
                     layers[i] = jax.tree.map(lambda a, r=r: a[r], told[j])
@@ -333,9 +333,13 @@ def _forced(forced, group) -> list[jax.Array | None]:
     return [None if any(f is None for f in layers) else jnp.stack(layers) for layers in chosen]
 
 
-def _scan(layer, remat: str, down: Stack, blocks: list[Block], forced: list[jax.Array | None]):
-    """Runs a group: a scan over its repeats, whose body runs the layers of the period in order."""
-    layer = recomputed(layer, remat)
+def _scan(layer, cfg: ModelConfig, down: Stack, blocks: list[Block], forced: list[jax.Array | None]):
+    """Runs a group: a scan over its repeats, whose body runs the layers of the period in order.
+
+    What needs no layer, such as Engram's lookups, may run beside that loop, which emulated devices do not bear.
+    """
+    layer = recomputed(layer, cfg.remat)
+    unroll = emulated() and bool(cfg.engram_layer_ids or cfg.vision_n_layers)
 
     def body(down, xs):
         told = []
@@ -344,4 +348,4 @@ def _scan(layer, remat: str, down: Stack, blocks: list[Block], forced: list[jax.
             told.append(t)
         return down, told
 
-    return jax.lax.scan(body, down, (blocks, forced))
+    return jax.lax.scan(body, down, (blocks, forced), unroll=unroll)

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from dsv4_jax.mesh import BATCH
+from dsv4_jax.mesh import BATCH, emulated
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.params import Params, linear, recomputed, rms_norm, whole
 from dsv4_jax.model.rope import Rotation, rotation
@@ -152,7 +152,8 @@ class Vision(nnx.Module):
         pixels = jnp.where(real_GP1, patches.reshape(G, P, math.prod(patches.shape[2:])), 0)
         block = recomputed(lambda block, x_GPD: block(x_GPD, at, dtype), self.remat)
         x_GPD = self.patch_embed.proj(pixels, dtype)
-        x_GPD, _ = jax.lax.scan(lambda x_GPD, stacked: (block(stacked, x_GPD), None), x_GPD, self.blocks)
+        step = lambda x_GPD, stacked: (block(stacked, x_GPD), None)
+        x_GPD, _ = jax.lax.scan(step, x_GPD, self.blocks, unroll=emulated())
         return jnp.where(real_GP1, rms_norm(x_GPD, EPS, self.norm), 0)
 
 

@@ -2,10 +2,8 @@
 """Rows of a table that is split over devices by rows: every id goes to the device that owns its row.
 
 Inside `shard_map`. Ids travel in rounds of a fixed room for each pair of devices, so that memory does not
-grow with skew: any ids give the right rows, very uneven ones take more rounds. On CPU there is room for all
-and one round: its devices take up a collective that follows a loop while the loop still runs, each at its own
-moment, and wait for each other forever if the loop has collectives too. Letters: N ids of this device, R rows
-that it owns, K width, P devices, C room.
+grow with skew: any ids give the right rows, very uneven ones take more rounds. Emulated devices have room for
+all and one round. Letters: N ids of this device, R rows that it owns, K width, P devices, C room.
 """
 
 import functools
@@ -15,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.mesh import on_cpu, varying
+from dsv4_jax.mesh import emulated, varying
 
 Axes = tuple[str, ...]
 
@@ -77,7 +75,7 @@ def _requests(ids_N: jax.Array, rows: int, axes: Axes) -> _Requests:
     P, N = jax.lax.axis_size(axes), ids_N.size
     owner_N, row_N = jnp.divmod(ids_N, rows)
     count_P = varying(jnp.zeros(P, jnp.int32), ids_N).at[owner_N].add(1, mode="drop")
-    room = N if on_cpu() else -(-2 * N // P)  # twice an even share
+    room = N if emulated() else -(-2 * N // P)  # twice an even share
     first_P = jnp.cumsum(count_P) - count_P
     return _Requests(jnp.argsort(owner_N), row_N, first_P, count_P, room, rows, axes)
 
