@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.config import Config
-from dsv4_jax.mesh import act_spec, row_spec
+from dsv4_jax.mesh import act_spec, emulated, row_spec
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.dspark import Anchors, Drafts, confidence, slot_logits
 from dsv4_jax.model.params import whole
@@ -99,11 +99,12 @@ def draft_losses(
             "draft_confidence": jax.nn.softplus(c) - accepted * c,
             "draft_acceptance": accepted,
         }
-        return {name: (x * weight).sum() for name, x in found.items()}
+        return {name: x * weight for name, x in found.items()}
 
     xs = (made.h_BAnD, made.u_BAnD, teacher_BAnD, before_BAn, slots_BAn, weight_BAn)
-    sums = jax.lax.map(slot, tuple(jnp.moveaxis(x, 2, 0) for x in xs))
-    return {name: x.sum() for name, x in sums.items()}, jnp.stack(made.loads)
+    slots = tuple(jnp.moveaxis(x, 2, 0) for x in xs)
+    _, found = jax.lax.scan(lambda _, xs: (None, slot(xs)), None, slots, unroll=emulated())
+    return {name: x.sum() for name, x in found.items()}, jnp.stack(made.loads)
 
 
 def _shared_frozen(model: DeepSeek) -> DeepSeek:
