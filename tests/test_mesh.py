@@ -234,9 +234,7 @@ def test_three_steps_on_any_mesh(shape, one_run, capfd):
 
 
 DEEP = dataclasses.replace(MODEL, n_layers=7, compress_ratios=(0, 4, 8, 4, 8, 4, 8, 0))
-DEEP41 = dataclasses.replace(
-    MODEL41, n_layers=6, compress_ratios=(2,) * 6, engram_layer_ids=(1, 4), vision_n_layers=2, vision_inter_dim=8
-)
+DEEP41 = dataclasses.replace(MODEL41, n_layers=6, compress_ratios=(2,) * 6, engram_layer_ids=(1, 4), vision_n_layers=2)
 
 
 @pytest.mark.slow
