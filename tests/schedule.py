@@ -3,7 +3,7 @@
 
 import re
 
-COLLECTIVE = re.compile(r" (ragged-)?(all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter)(-start)?\(")
+from dsv4_jax.topology import collectives
 
 
 def loops(program: str) -> dict[str, list[str]]:
@@ -28,7 +28,7 @@ def loops(program: str) -> dict[str, list[str]]:
         return any(known.get(name) for name in names)
 
     def moves(line: str, names: set[str]) -> bool:
-        return calls(names) or bool(COLLECTIVE.search(line))
+        return calls(names) or bool(collectives(line))
 
     found: dict[str, list[str]] = {}
     for lines in computations.values():

@@ -54,7 +54,7 @@ def test_streams_and_logits(v41):
     out, arrays = v41["out"], v41["arrays"]
 
     def close(got, name):
-        # In float64 this model is up to 4e-6 of the largest away from the stored fp32 numbers.
+        # In float64 this model is up to 5e-6 of the largest away from the stored fp32 numbers.
         largest = np.abs(arrays[name]).max()
         np.testing.assert_allclose(got, arrays[name], rtol=0, atol=2e-5 * largest, err_msg=name)
 
