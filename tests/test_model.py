@@ -69,6 +69,21 @@ def test_no_mesh_is_needed():
     assert axes == {"data": 1, "expert": 1, "context": 1}
 
 
+def test_a_call_outside_jit_compiles_once(mixed, caplog):
+    """Operation by operation a small model would compile for minutes, in every call again."""
+    model, _ = mixed
+    ids = np.tile(np.arange(11), (2, 1))
+    compiled = []
+    for _ in range(2):
+        caplog.clear()
+        with jax.log_compiles():
+            out = model(ids)
+        compiled.append([r.getMessage().split()[1] for r in caplog.records if r.getMessage().startswith("Compiling")])
+    assert compiled[0].count("jit(_outputs)") == 1 and len(compiled[0]) < 10, compiled[0]
+    assert compiled[1] == []
+    np.testing.assert_allclose(out.logits, jax.jit(lambda model: model(ids))(model).logits, rtol=0, atol=1e-5)
+
+
 def test_buffers_are_not_parameters(fresh):
     """An optimizer over `nnx.Param` sees neither the routing tables nor the balance biases."""
     _, params, biases, tables, rest = nnx.split(fresh, nnx.Param, RouterBias, HashTable, ...)

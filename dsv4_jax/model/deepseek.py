@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
-from dsv4_jax.mesh import act_spec, emulated, ensure_mesh, on_cpu, row_spec
+from dsv4_jax.mesh import QUICK_CPU, act_spec, emulated, ensure_mesh, on_cpu, row_spec
 from dsv4_jax.model import hyper
 from dsv4_jax.model.attention import Tables, tables
 from dsv4_jax.model.block import MTP, Block, Stack, Tokens, collapsed, stack
@@ -135,24 +136,35 @@ class DeepSeek(nnx.Module):
         """
         if unknown := set(collect) - set(COLLECTABLE):
             raise ValueError(f"cannot collect {sorted(unknown)}, expected names among {COLLECTABLE}")
+        inputs = {
+            "ids": ids,
+            "segment_ids": segment_ids,
+            "token_types": token_types,
+            "patches": patches,
+            "image_grids": image_grids,
+            "engram_rows": engram_rows,
+        }
+        arrays = {name: jnp.asarray(x) for name, x in inputs.items() if x is not None}
         with ensure_mesh():
-            out = self.features(
-                ids,
-                segment_ids,
-                token_types=token_types,
-                patches=patches,
-                image_grids=image_grids,
-                engram_rows=engram_rows,
-                forced_experts=forced_experts,
-                collect=collect,
-            )
-            layers = out.layers[: self.cfg.n_layers]
-            return Output(
-                logits=head_logits(out.h, whole(self.head)),
-                mtp_logits=None if out.mtp is None else head_logits(out.mtp, whole(self.head)),
-                experts=[told["experts"] for told in layers],
-                collected={name: self._collected(name, out) for name in collect},
-            )
+            # Operation by operation the pass would compile hundreds of programs, anew in every call: make it one.
+            # Inside `jax.jit` even a constant is a tracer. Under `grad` outside it options are not allowed.
+            if isinstance(jnp.zeros(()), Tracer):
+                forward = _outputs
+            elif any(isinstance(x, Tracer) for x in jax.tree.leaves((self, arrays, forced_experts))) or not on_cpu():
+                forward = _forward
+            else:
+                forward = _forward_on_cpu
+            return forward(self, arrays, forced_experts, tuple(collect))
+
+    def _output(self, out: Features, collect: Sequence[str]) -> Output:
+        """Apply the head to the features of a pass."""
+        layers = out.layers[: self.cfg.n_layers]
+        return Output(
+            logits=head_logits(out.h, whole(self.head)),
+            mtp_logits=None if out.mtp is None else head_logits(out.mtp, whole(self.head)),
+            experts=[told["experts"] for told in layers],
+            collected={name: self._collected(name, out) for name in collect},
+        )
 
     def features(
         self,
@@ -315,6 +327,17 @@ def structure(cfg: ModelConfig) -> DeepSeek:
 @functools.partial(jax.jit, static_argnums=0)
 def _made(cfg: ModelConfig) -> DeepSeek:
     return DeepSeek(cfg, rngs=nnx.Rngs(0))
+
+
+def _outputs(
+    model: DeepSeek, inputs: dict[str, Any], forced: Sequence[jax.Array | None] | None, collect: tuple[str, ...]
+) -> Output:
+    """Compute `model(...)` from its arguments."""
+    return model._output(model.features(**inputs, forced_experts=forced, collect=collect), collect)
+
+
+_forward = jax.jit(_outputs, static_argnums=3)
+_forward_on_cpu = jax.jit(_outputs, static_argnums=3, compiler_options=QUICK_CPU)
 
 
 def _dtype(cfg: ModelConfig) -> jnp.dtype:

@@ -20,7 +20,7 @@ from rich.console import Console
 from dsv4_jax.config import Config
 from dsv4_jax.data.packing import Position
 from dsv4_jax.data.pipeline import Batch, Stream
-from dsv4_jax.mesh import on_cpu, start_devices, use_mesh
+from dsv4_jax.mesh import QUICK_CPU, on_cpu, start_devices, use_mesh
 from dsv4_jax.model.token_map import token_map
 from dsv4_jax.sample import sample
 from dsv4_jax.stages import Leg
@@ -44,10 +44,9 @@ from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, ini
 from dsv4_jax.train.step import make_train_step, objective_weights
 from dsv4_jax.validate import ConfigError, RunError
 
-# For a program that runs once XLA's optimisations cost more than they save. On CPU the steps keep some: the tiny
-# model's step compiles in 43 s instead of 58 s and runs as fast (docs/results.md).
+# Compiler options for a program that runs once, for which XLA's optimisations cost more than they save.
 _RUNS_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-_CPU_STEP = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}
+_CPU_STEP = QUICK_CPU
 
 
 def run(cfg: Config, console: Console | None = None) -> None:
