@@ -276,6 +276,9 @@ class TrainConfig(Section):
         self.need_positive("eval_every eval_batches checkpoint_every keep bad_steps accumulate")
         for key in ("steps", "seed", "sample_tokens", "cpu_devices", "keep_every"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+        for key in ("run_dir", "init_from"):
+            here = "://" not in getattr(self, key)
+            self.need(key, here, "is an address: use a folder of a file system, such as a mounted bucket or disk")
         try:
             re.compile(self.frozen)
         except re.error as error:
