@@ -164,7 +164,8 @@ def test_a_document_is_cut_before_an_image_that_does_not_fit():
     def lengths(S, patches, images):
         p = whole(s, S, Budget(MODEL, patches, images))
         assert p.pieces == len(p.cut(0))
-        return [(piece.length, len(piece.images), piece.patches) for piece in p.cut(0)]
+        pieces = [p.piece(0, number) for number in range(p.pieces)]
+        return [(piece.length, len(piece.images), piece.patches) for piece in pieces]
 
     assert lengths(40, 18, 3) == [(34, 3, 18)]
     assert lengths(11, 18, 3) == [(7, 0, 0), (8, 1, 6), (11, 2, 12), (8, 0, 0)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of text and images as documents of token ids."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from dsv4_jax.config import DataConfig
 from dsv4_jax.data.drawn import PREFIX, Drawn
@@ -12,60 +12,94 @@ from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.validate import ConfigError
 
-_TOGETHER = 256  # records that are tokenised together
-_TOGETHER_BYTES = 1 << 26  # or fewer, of so many bytes
+_TOGETHER = 256  # records that are tokenised together: `tokenizers` works on the texts of a call in parallel
+_TOGETHER_BYTES = 1 << 26  # or fewer, once they have this many bytes
+
+Inspected = tuple[Record, list[Layout]]  # a record and what each of its images becomes
 
 
 def tokenized(
     path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None = None
 ) -> Iterator[tuple[Record, Document | None]]:
-    """Every record of a source of texts and its document; None for a bad one that is skipped.
+    """Yield every record of a source of texts with its document, in order; None for a bad record that is skipped.
 
     Empty texts are left out. Images are decoded once here, to see that they can be.
 
     Raises:
         ConfigError: for a bad record, unless `data.on_error` skips them.
     """
-    waiting: list[tuple[Record, list[Layout], list[str]]] = []
+    if vision and path.startswith(PREFIX):
+        drawing = Drawn(tokenizer, vision)
+        for record, _ in inspected(path, cfg, None):
+            documents = [None] if record.text is None else drawing.documents(record.text)
+            yield from ((record, document) for document in documents)
+    else:
+        for group in batched(inspected(path, cfg, vision), _TOGETHER, _TOGETHER_BYTES):
+            yield from encode(group, path, tokenizer, vision)
 
-    def flush() -> Iterator[tuple[Record, Document | None]]:
-        encoded = iter(tokenizer.encode([text for _, _, texts in waiting for text in texts]))
-        for record, layouts, texts in waiting:
-            parts = [next(encoded) for _ in texts]
-            if vision and any((ids == vision.image_token_id).any() for ids in parts):
-                raise ConfigError(
-                    f"data.path = {path!r}, record {record.name}: its text has the id of images, "
-                    f"model.image_token_id = {vision.image_token_id}; choose one that no text has"
-                )
-            if vision and layouts:
-                yield record, Document(*interleave(parts, layouts, vision.image_token_id), record.images)
-            else:
-                yield record, Document(parts[0], NO_SPANS)
-        waiting.clear()
 
-    drawing = Drawn(tokenizer, vision) if vision and path.startswith(PREFIX) else None
-    image_field = cfg.image_field if vision and not drawing else ""
-    held = 0
-    for record in records(path.removeprefix(PREFIX), cfg.text_field, image_field):
-        layouts: list[Layout] = []
+def inspected(path: str, cfg: DataConfig, vision: ModelConfig | None) -> Iterator[Inspected]:
+    """Yield the records of a source that are not empty, with the layouts of their images if there is `vision`.
+
+    Raises:
+        ConfigError: for a bad record, unless `data.on_error` skips them: then its text is None.
+    """
+    for record in records(path.removeprefix(PREFIX), cfg.text_field, cfg.image_field if vision else ""):
+        layouts = []
         for number, image in enumerate(record.images, 1):
             try:
                 layouts.append(inspect(image, vision))  # ty: ignore[invalid-argument-type]  # no vision, no images
             except ImageError as error:
                 record = Record(record.name, None, f"image {number}: {error}", record.size)
                 break
+        if record.text is None and cfg.on_error == "raise":
+            what = f"data.path = {path!r}, record {record.name}: {record.why}"
+            raise ConfigError(f"{what}; data.on_error = 'skip' leaves bad records out")
+        if record.text != "":
+            yield record, layouts
+
+
+def batched(items: Iterable[Inspected], count: int, size: int) -> Iterator[list[Inspected]]:
+    """Group records: at most `count` in a group, which ends with the record that brings it to `size` bytes."""
+    group, held = [], 0
+    for item in items:
+        group.append(item)
+        held += item[0].size
+        if len(group) == count or held >= size:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
+def encode(
+    group: list[Inspected], path: str, tokenizer: Tokenizer, vision: ModelConfig | None
+) -> Iterator[tuple[Record, Document | None]]:
+    """Tokenise the texts of a group in one call, and join those of each record with its images.
+
+    Raises:
+        ConfigError: if a text has the id of images.
+    """
+    pieces = [_pieces(record, layouts) for record, layouts in group]
+    encoded = iter(tokenizer.encode([text for texts in pieces for text in texts]))
+    for (record, layouts), texts in zip(group, pieces, strict=True):
         if record.text is None:
-            if cfg.on_error == "raise":
-                what = f"data.path = {path!r}, record {record.name}: {record.why}"
-                raise ConfigError(f"{what}; data.on_error = 'skip' leaves bad records out")
             yield record, None
-        elif drawing:
-            yield from ((record, document) for document in drawing.documents(record.text))
-        elif record.text:
-            held += record.size
-            waiting.append((record, layouts, record.text.split(PLACE) if layouts else [record.text]))
-            if len(waiting) == _TOGETHER or held > _TOGETHER_BYTES:
-                yield from flush()
-                drawing = Drawn(tokenizer, vision) if vision and path.startswith(PREFIX) else None
-    held = 0
-    yield from flush()
+            continue
+        ids = [next(encoded) for _ in texts]
+        if vision and any((some == vision.image_token_id).any() for some in ids):
+            raise ConfigError(
+                f"data.path = {path!r}, record {record.name}: its text has the id of images, "
+                f"model.image_token_id = {vision.image_token_id}; choose one that no text has"
+            )
+        if vision and layouts:
+            yield record, Document(*interleave(ids, layouts, vision.image_token_id), record.images)
+        else:
+            yield record, Document(ids[0], NO_SPANS)
+
+
+def _pieces(record: Record, layouts: list[Layout]) -> list[str]:
+    """Return the texts of a record: those around its images, the whole text without any, none of a bad record."""
+    if record.text is None:
+        return []
+    return record.text.split(PLACE) if layouts else [record.text]

@@ -61,6 +61,8 @@ class Part:
         ends: int [m], pieces up to and including each one's.
         S: inputs of a piece at most.
         budget: its images at most.
+        cuts: for each document that is cut between images, the first token of each of its pieces. They are kept
+            because cutting reads all of a document's images, too much to repeat for each of its pieces.
     """
 
     source: Source
@@ -68,6 +70,7 @@ class Part:
     ends: np.ndarray
     S: int
     budget: Budget | None = None
+    cuts: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
     @property
     def pieces(self) -> int:
@@ -97,24 +100,35 @@ class Part:
         return dataclasses.replace(self, documents=self.documents[chosen], ends=np.cumsum(counts))
 
     def piece(self, document: int, number: int) -> Piece:
-        """A piece of a document of the source, which is taken for source 0."""
-        if self.source.spans is None or not self.source.spans.numbers(document):
-            first = number * self.S
-            return Piece(0, document, first, min(self.S, int(self.source.lengths[document]) - 1 - first))
-        return self.cut(document)[number]
+        """Return piece `number` of a document, at a cost that depends on this piece alone. Its source is 0."""
+        spans, inputs = self.source.spans, int(self.source.lengths[document]) - 1
+        firsts = self.cuts.get(document)
+        if firsts is None:
+            first, last = number * self.S, min((number + 1) * self.S, inputs)
+        else:
+            first, last = int(firsts[number]), int(firsts[number + 1]) if number + 1 < len(firsts) else inputs
+        if spans is None or not (images := spans.numbers(document)):
+            return Piece(0, document, first, last - first)
+        assert self.budget is not None  # so that an image that starts in a piece lies whole in it
+        start = lambda image: int(spans.table[image, 0])
+        begin, end = (bisect.bisect_left(images, token, key=start) for token in (first, last))
+        images = images[begin:end]
+        rows, columns = spans.table[images.start : images.stop, 2:].astype(np.int64).T
+        return Piece(0, document, first, last - first, images, int((rows * columns).sum()))
 
     def numbered(self, index: int) -> Piece:
         """Piece `index` of all."""
         at = int(np.searchsorted(self.ends, index, side="right"))
         return self.piece(int(self.documents[at]), index - (int(self.ends[at - 1]) if at else 0))
 
-    def cut(self, document: int) -> list[Piece]:
-        """All pieces of a document with images."""
+    def cut(self, document: int) -> np.ndarray:
+        """Cut a document with images: return the first token of each piece, int64 [pieces]."""
         spans, budget = self.source.spans, self.budget
         assert spans is not None and budget is not None
         images, inputs = spans.numbers(document), int(self.source.lengths[document]) - 1
-        pieces, first = [], 0
+        firsts, first = [], 0
         while first < inputs:
+            firsts.append(first)
             last, begin, patches = min(first + self.S, inputs), images.start, 0
             while images:
                 start, positions, rows, columns = spans.table[images.start].tolist()
@@ -123,12 +137,11 @@ class Part:
                 patches += rows * columns
                 count = images.start - begin + 1
                 if start + positions > last or patches > budget.patches or count > budget.images:
-                    last, patches = start, patches - rows * columns
+                    last = start
                     break
                 images = images[1:]
-            pieces.append(Piece(0, document, first, last - first, range(begin, images.start), patches))
             first = last
-        return pieces
+        return np.array(firsts, np.int64)
 
 
 def part(source: Source, chosen: np.ndarray, S: int, budget: Budget | None = None) -> Part:
@@ -140,15 +153,16 @@ def part(source: Source, chosen: np.ndarray, S: int, budget: Budget | None = Non
     documents = np.flatnonzero(chosen)
     inputs = source.lengths[documents] - 1  # the last token is a target only
     counts = -(-inputs // S)
-    spans = source.spans
+    spans, cuts = source.spans, {}
     if spans is not None and budget is not None:
         _check_images(source, S, budget)
         whole = (inputs <= S) & (spans.total(spans.patches)[documents] <= budget.patches)
         whole &= spans.counts[documents] <= budget.images
         every = Part(source, documents, counts, S, budget)
         for i in np.flatnonzero(~whole & (spans.counts[documents] > 0)):
-            counts[i] = len(every.cut(int(documents[i])))
-    return Part(source, documents, np.cumsum(counts), S, budget)
+            cuts[int(documents[i])] = every.cut(int(documents[i]))
+            counts[i] = len(cuts[int(documents[i])])
+    return Part(source, documents, np.cumsum(counts), S, budget, cuts)
 
 
 def _check_images(source: Source, S: int, budget: Budget) -> None:
@@ -203,7 +217,9 @@ class Rounds:
 
 def _shuffled(n: int, seed: int, epoch: int) -> Any:
     """Numbers below n in another order in every epoch."""
-    if n > _SMALL:  # by a permutation that needs no memory; slow for small n
+    if n > _SMALL:
+        # Grain's index shuffle is a bijection that needs no table, where a permutation would take 8 bytes a piece in
+        # every process. It costs 8 us a piece, and nothing of the epoch's size.
         return grain.MapDataset.range(n).seed(int(np.random.RandomState([seed, epoch]).randint(2**31))).shuffle()
     return np.random.RandomState([seed, epoch]).permutation(n)
 

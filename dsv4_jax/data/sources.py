@@ -65,9 +65,12 @@ class Source(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Flat:
-    """Documents that lie in one array of ids, in memory or mapped: document i has ids[starts[i]:ends[i]]."""
+    """Hold documents in one array of ids, in memory or mapped: document i has ids[starts[i]:ends[i]].
+
+    `lengths` is computed once: planning reads it for every piece, so a property would cost the whole corpus a piece.
+    """
 
     name: str
     ids: np.ndarray
@@ -78,11 +81,10 @@ class Flat:
     skipped: int = 0
     spans: Spans | None = None
     images: Sequence[bytes | str] = ()
+    lengths: np.ndarray = dataclasses.field(init=False)
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of every document and its borders."""
-        return self.ends - self.starts + 2
+    def __post_init__(self):
+        self.lengths = self.ends - self.starts + 2
 
     def tokens(self, document: int, first: int, last: int) -> np.ndarray:
         """See `Source`."""
