@@ -4,14 +4,31 @@
 import dataclasses
 import functools
 import re
-from typing import Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.optim import COEFFICIENTS
-from dsv4_jax.stages import Leg, Stage, legs
+from dsv4_jax.stages import Leg, Stage, changed, legs
 from dsv4_jax.validate import ConfigError, Section
+
+
+def _shares(words: list[str]) -> dict[str, float]:
+    if len(words) % 2:
+        raise ValueError(f"expected pairs of PATH and SHARE, found {len(words)} words")
+    return {path: float(share) for path, share in zip(words[::2], words[1::2], strict=True)}
+
+
+# A flag gives the whole mixture: tyro alone would take the paths of the file's mixture for the only possible ones.
+_SHARES = tyro.constructors.PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="PATH SHARE [PATH SHARE ...]",
+    instance_from_str=_shares,
+    is_instance=lambda x: isinstance(x, dict),
+    str_from_instance=lambda mixture: [word for path, share in mixture.items() for word in (path, str(share))],
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +39,7 @@ class DataConfig(Section):
     """What to train on: a file, folder or glob pattern of text, .jsonl, .parquet, .array_record, .bin or .npy, or a
     folder that the `data` command made; empty: the Python standard library's source. drawn: or drawn:PATH: lines of
     it, or of those texts, each as a picture followed by its characters."""
-    mixture: dict[str, float] = dataclasses.field(default_factory=dict)
+    mixture: Annotated[dict[str, float], _SHARES] = dataclasses.field(default_factory=dict)
     """Several such paths and the share of tokens that each gives; each has its own epochs. Instead of path."""
     text_field: str = "text"
     """Field or column of JSONL and Parquet records that holds the text."""
@@ -293,7 +310,7 @@ class TrainConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Section):
-    """A whole run."""
+    """A whole run. --stages.N.section.key VALUE sets a key from stage N on, counted from 1 as `plan` does, or named."""
 
     model: ModelConfig
     data: DataConfig = DataConfig()
@@ -304,6 +321,14 @@ class Config(Section):
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
     stages: tyro.conf.Suppress[tuple[Stage, ...]] = ()
+
+    def replace(self, changes: Mapping[str, Any]) -> "Config":
+        """Return a copy with values replaced by key: `cfg.replace({"data.seq_len": 256, "stages": ()})`.
+
+        Raises:
+            ConfigError: for an unknown key (naming the nearest one), a wrong type or a broken rule.
+        """
+        return changed(self, changes)
 
     @functools.cached_property
     def legs(self) -> tuple[Leg, ...]:

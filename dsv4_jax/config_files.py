@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's configuration from a Python file, from typed command-line flags, and from a run's config.json."""
+"""A run's configuration from a Python file with command-line flags, and from a run's config.json."""
 
-import contextlib
 import dataclasses
-import io
 import re
 import runpy
 import typing
@@ -11,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from dsv4_jax.config import Config, ModelConfig
-from dsv4_jax.stages import Stage, keys
-from dsv4_jax.validate import ConfigError, Section, from_fields, nearest
+from dsv4_jax.flags import with_flags
+from dsv4_jax.stages import Stage
+from dsv4_jax.validate import ConfigError, Section, check_rules, deferred_rules, from_fields, nearest
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -23,16 +20,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
         path: a file that defines `config()`, which returns a `Config`.
-        overrides: `--section.key value` pairs, typed like the fields.
+        overrides: `--section.key value` pairs, typed like the fields; see `flags.with_flags`.
 
     Raises:
         ConfigError: for a file that does not give a `Config`, an unknown key (naming the nearest valid
             one), a value of the wrong type or one that breaks a rule.
     """
-    config = made_by(path, "config")
-    if not isinstance(config, Config):
-        raise ConfigError(f"{path}: config() must return a dsv4_jax.config.Config, found {type(config).__name__}")
-    return _override(config, overrides)
+    with deferred_rules():  # a flag may replace what breaks a rule
+        config = made_by(path, "config")
+        if not isinstance(config, Config):
+            raise ConfigError(f"{path}: config() must return a dsv4_jax.config.Config, found {type(config).__name__}")
+        config = with_flags(config, overrides)
+    try:
+        check_rules(config)
+    except ConfigError as error:
+        raise ConfigError(str(error) if overrides else f"{path}: {error}") from None
+    return config
 
 
 def made_by(path: str | Path, function: str) -> Any:
@@ -78,24 +81,3 @@ def _from_json(cls: type[Any], tree: dict[str, Any], where: str) -> Any:
             value = tuple(_from_json(Stage, stage, f"{key} of {where}") for stage in value)
         values[key] = tuple(value) if isinstance(value, list) else value
     return from_fields(cls, values, where)
-
-
-def _override(config: Config, overrides: Sequence[str]) -> Config:
-    if not {"-h", "--help"} & set(overrides):
-        valid = keys(config)
-        for flag in (o for o in overrides if o.startswith("--")):
-            key = flag[2:].partition("=")[0].replace("-", "_")
-            negated = key.rpartition(".")[0] + "." + key.rpartition(".")[2].removeprefix("no_")
-            if key not in valid and negated not in valid:
-                raise ConfigError(f"unknown key {key!r}{nearest(key, valid)}")
-        # tyro prints its errors and exits; the text becomes the error of a library call.
-        said = io.StringIO()
-        try:
-            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-                return tyro.cli(type(config), default=config, args=list(overrides))
-        except SystemExit:
-            words = re.sub(r"[─│╭╮╰╯]+|-{3,}", " ", said.getvalue())
-            words = re.split(r"Argument helptext|For full helptext", words)[0]
-            words = re.sub(r"^(Value error )?Error parsing \w+: ", "", " ".join(words.split()))
-            raise ConfigError(words) from None
-    return tyro.cli(type(config), default=config, args=list(overrides))

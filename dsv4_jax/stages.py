@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages of a run: parts that end at token counts and change keys of the configuration (docs/stages.md)."""
 
+import contextlib
 import dataclasses
 import re
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4_jax.optim.schedules import Clock, Stepwise
-from dsv4_jax.validate import ConfigError, Section, nearest
+from dsv4_jax.validate import ConfigError, Section, check_rules, deferred_rules, nearest
 
 if TYPE_CHECKING:
     from dsv4_jax.config import Config
@@ -60,44 +62,66 @@ _CHANGEABLE = re.compile(
 )
 
 
+# A key that takes the place of another one: giving the first resets the second to this value.
+_REPLACES: dict[str, tuple[str, Any]] = {
+    "data.path": ("data.mixture", {}),
+    "data.mixture": ("data.path", ""),
+    "data.held_out": ("data.held_out_path", ""),
+    "optim.decay_steps": ("optim.decay_tokens", ()),
+}
+
+
+def changeable(cfg: "Config") -> list[str]:
+    """List the keys that a stage may change."""
+    return [key for key in keys(cfg) if _CHANGEABLE.fullmatch(key)]
+
+
 def legs(cfg: "Config") -> tuple[Leg, ...]:
-    """The stages, resolved; of a run without stages one, the whole run."""
+    """Resolve the stages; a run without stages is one stage."""
     if not cfg.stages:
         clock = Clock(Stepwise(((0, cfg.data.batch_size * cfg.data.seq_len),)))
         return (Leg(0, Stage(name="", until=clock.tokens(cfg.train.steps)), cfg, 0, cfg.train.steps, clock),)
-    sections = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg) if f.name != "stages"}
     resolved = []
-    for number, stage in enumerate(cfg.stages):
-        try:
-            for key, value in stage.changes.items():
+    part = cfg
+    for number, stage in enumerate(cfg.stages, 1):
+        with _named(number, stage):
+            for key in stage.changes:
                 if not _CHANGEABLE.fullmatch(key):
-                    valid = [k for k in keys(cfg) if _CHANGEABLE.fullmatch(k)]
-                    raise ConfigError(f"it cannot change {key!r}{nearest(key, valid)}")
-                sections = _changed(sections, key.split("."), value, key)
-            resolved.append(sections)
-        except ConfigError as error:
-            raise ConfigError(f"stages[{number}] ({stage.name}): {error}") from None
+                    raise ConfigError(f"it cannot change {key!r}{nearest(key, changeable(cfg))}")
+            with deferred_rules():  # those across sections need the number of steps, which comes from the data's
+                part = changed(part, {"stages": (), **stage.changes})
+            check_rules(part.data)
+        resolved.append(part)
     starts = [0, *(stage.until for stage in cfg.stages)]
     if starts != sorted(set(starts)):
         raise ConfigError(f"the stages must end at ascending token counts above 0, found {starts[1:]}")
-    sizes = (s["data"].batch_size * s["data"].seq_len for s in resolved)
+    sizes = (part.data.batch_size * part.data.seq_len for part in resolved)
     clock = Clock(Stepwise(tuple(zip(starts, sizes, strict=False))))
     steps = [first for first, _, _ in clock.segments] + [clock.steps(starts[-1])]
     found = []
     for number, (stage, part) in enumerate(zip(cfg.stages, resolved, strict=True)):
         first, last = steps[number : number + 2]
-        try:
+        with _named(number + 1, stage):
             if first == last:
                 raise ConfigError(f"no step begins before it ends at {stage.until:,} tokens")
-            train = dataclasses.replace(part["train"], steps=steps[-1])
-            found.append(Leg(number, stage, type(cfg)(**part | {"train": train}), first, last, clock))
-        except ConfigError as error:
-            raise ConfigError(f"stages[{number}] ({stage.name}): {error}") from None
+            with deferred_rules():
+                part = changed(part, {"train.steps": steps[-1]})
+            check_rules(part)
+        found.append(Leg(number, stage, part, first, last, clock))
     return tuple(found)
 
 
+@contextlib.contextmanager
+def _named(number: int, stage: Stage) -> Generator[None]:
+    """Name the stage, numbered from 1 as in `plan`, in errors."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"stage {number} ({stage.name}): {error}") from None
+
+
 def keys(node: Any, prefix: str = "") -> list[str]:
-    """Every leaf key of a configuration, `section.key`, but for the stages."""
+    """List every leaf key of a configuration, `section.key`, except the stages."""
     found: list[str] = []
     for field in dataclasses.fields(node):
         if field.name == "stages":
@@ -107,14 +131,40 @@ def keys(node: Any, prefix: str = "") -> list[str]:
     return found
 
 
-def _changed(sections: dict[str, Any], path: list[str], value: Any, key: str) -> dict[str, Any]:
-    """The sections with the value at `path` replaced."""
+def replaced_by(key: str) -> str:
+    """Return the key that giving `key` resets, because one takes the place of the other, or `key` itself."""
+    return _REPLACES.get(key, (key, None))[0]
 
-    def replaced(node: Any, path: list[str]) -> Any:
-        if not path:
-            return value
-        if path[0] not in {f.name for f in dataclasses.fields(node)}:
-            raise ConfigError(f"unknown key {key!r}{nearest(path[0], [f.name for f in dataclasses.fields(node)])}")
-        return dataclasses.replace(node, **{path[0]: replaced(getattr(node, path[0]), path[1:])})
 
-    return sections | {path[0]: replaced(sections[path[0]], path[1:])}
+def changed(cfg: "Config", changes: Mapping[str, Any]) -> "Config":
+    """Replace values by their keys, `section.key`, or whole sections by their names.
+
+    A key that takes the place of another one resets it: `data.path` and `data.mixture`, `optim.decay_steps` and
+    `optim.decay_tokens`, `data.held_out` and `data.held_out_path`.
+
+    Raises:
+        ConfigError: for an unknown key (naming the nearest one), a value of the wrong type or one that breaks a rule.
+    """
+    resets = {}
+    for key, value in changes.items():
+        other, empty = _REPLACES.get(key, (key, None))
+        if other not in changes and (value or key != "data.mixture"):
+            resets[other] = empty
+
+    def replaced(node: Any, changes: Mapping[str, Any], prefix: str) -> Any:
+        fields = {f.name for f in dataclasses.fields(node)}
+        whole: dict[str, Any] = {}
+        parts: dict[str, dict[str, Any]] = {}
+        for key, value in changes.items():
+            name, dot, rest = key.partition(".")
+            if name not in fields or (dot and not dataclasses.is_dataclass(getattr(node, name))):
+                raise ConfigError(f"unknown key {prefix + key!r}{nearest(prefix + key, keys(cfg))}")
+            if dot:
+                parts.setdefault(name, {})[rest] = value
+            else:
+                whole[name] = value
+        for name, inner in parts.items():
+            whole[name] = replaced(whole.get(name, getattr(node, name)), inner, f"{prefix}{name}.")
+        return dataclasses.replace(node, **whole)
+
+    return replaced(cfg, {**resets, **changes}, "")

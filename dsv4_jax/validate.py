@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the configuration dataclasses share: the error they raise and how they check a field."""
 
+import contextlib
+import contextvars
 import dataclasses
 import difflib
 import typing
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import typeguard
@@ -24,9 +26,38 @@ def nearest(key: str, valid: Iterable[str]) -> str:
     return f"; the nearest valid key is {close[0]!r}" if close else ""
 
 
+_DEFERRED = contextvars.ContextVar("rules are deferred", default=False)
+
+
+@contextlib.contextmanager
+def deferred_rules() -> Generator[None]:
+    """Build sections without checking their rules; types are still checked.
+
+    A configuration file may break a rule that a flag or a later change repairs. `check_rules` checks them at the end.
+    """
+    token = _DEFERRED.set(True)
+    try:
+        yield
+    finally:
+        _DEFERRED.reset(token)
+
+
+def check_rules(section: "Section") -> None:
+    """Check the rules of a section and of those in it, unless an enclosing `deferred_rules` still defers them."""
+    if _DEFERRED.get():
+        return
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if isinstance(value, Section):
+            check_rules(value)
+    section._check()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Section:
     """A section of the configuration: a frozen dataclass that checks its types when it is made.
+
+    Its rules are checked then too, except inside `deferred_rules`.
 
     Subclasses add their own rules in `_check`, by calling `need`.
 
@@ -45,7 +76,8 @@ class Section:
                 typeguard.check_type(getattr(self, key), hint)
             except typeguard.TypeCheckError as error:
                 raise ConfigError(f"{self.prefix}{key} = {getattr(self, key)!r}: {error}") from None
-        self._check()
+        if not _DEFERRED.get():
+            self._check()
 
     def _check(self) -> None:
         """The section's own rules."""

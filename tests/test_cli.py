@@ -82,7 +82,7 @@ def test_import_starts_no_backend():
 
 
 def test_plan_prints_the_stages_and_the_details_of_one():
-    done = command("-m", "dsv4_jax", "plan", "configs/tiny_stages.py", "--loss.mtp", "0.2", "--stage", "3")
+    done = command("-m", "dsv4_jax", "plan", "configs/tiny_stages.py", "--stages.1.loss.mtp", "0.2", "--stage", "3")
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert "dense 51.2k 92.16k 40.96k 40 2 x 512 1.024k 0.007 dense".split() in lines

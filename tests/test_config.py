@@ -8,7 +8,6 @@ import pytest
 
 import dsv4_jax as ds
 from dsv4_jax.config_files import config_from_json
-from dsv4_jax.stages import keys
 
 TINY = "configs/tiny_v4.py"
 
@@ -31,19 +30,6 @@ def test_overrides_are_typed_and_leave_the_rest():
     assert cfg.model.compress_ratios == (0, 4, 4, 4, 32, 0)
     assert dataclasses.replace(cfg.model, compress_ratios=base.model.compress_ratios) == base.model
     assert ds.load_config(TINY, ["--model.no-yarn"]).model.yarn is False
-
-
-def test_every_key_can_be_named_on_the_command_line():
-    cfg, flags = ds.load_config(TINY), []
-    for key in keys(cfg):
-        (*sections, name), value = key.split("."), cfg
-        section = ".".join(sections)
-        for part in (*sections, name):
-            value = getattr(value, part)
-        words = map(str, value) if isinstance(value, tuple | dict) else [str(value)]
-        flags += [f"--{section}.no-{name}"] if value is False else [f"--{key}"]
-        flags += [] if isinstance(value, bool) else words
-    assert ds.load_config(TINY, flags) == cfg
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ def test_what_a_stage_may_change_and_what_not():
     for key, words in wrong.items():
         with pytest.raises(ds.ConfigError, match=words) as error:
             staged(cfg, ("a", 128, {}), ("b", 256, {key: 1}))
-        assert "stages[1] (b)" in str(error.value)
-    with pytest.raises(ds.ConfigError, match=r"stages\[0\] \(a\): data.seq_len = 'x'"):
+        assert "stage 2 (b)" in str(error.value)
+    with pytest.raises(ds.ConfigError, match=r"stage 1 \(a\): data.seq_len = 'x'"):
         staged(cfg, ("a", 128, {"data.seq_len": "x"}))
     with pytest.raises(ds.ConfigError, match="ascending"):
         staged(cfg, ("a", 256, {}), ("b", 256, {}))
