@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= configs/tiny_v41.py
 
-.PHONY: train test test-all soak check format clean
+.PHONY: train test test-all soak check format figures clean
 
 train: .venv/installed
 	$(BIN)/python train.py $(CONFIG) $(ARGS)
@@ -26,6 +26,10 @@ check: .venv/installed
 format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# What README.md and docs/ state, measured again: ARGS="--all" trains and times too, ARGS="--write" corrects the pages.
+figures: .venv/installed
+	$(BIN)/python benchmarks/figures.py $(ARGS)
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'

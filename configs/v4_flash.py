@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V4-Flash at full size: 291 billion parameters, 13.8 billion of which a token uses.
+"""DeepSeek-V4-Flash at full size: 291 billion parameters, 14.1 billion of which a token uses.
 
 python -m dsv4_jax plan configs/v4_flash.py
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V4-Pro at full size: 1.6 trillion parameters, 49.8 billion of which a token uses.
+"""DeepSeek-V4-Pro at full size: 1.6 trillion parameters, 50.6 billion of which a token uses.
 
 python -m dsv4_jax plan configs/v4_pro.py
 

@@ -50,7 +50,8 @@ class CharLM:
     """A small GPT on characters: pre-norm, learned positions, GELU, tied embedding, no biases, no dropout.
 
     The defaults are the micro recipe; width 128, four layers and batches of 12 give nanoGPT's recipe
-    for CPUs. The last tenth of the text is for validation, all of which is read.
+    for CPUs. The last tenth of the text is for validation, of which whole batches are read
+    (704 of 725 rows with the defaults).
 
     Attributes:
         text: a text file; empty: the Python language reference that the interpreter carries.
@@ -136,7 +137,7 @@ class CharLM:
         return x + jax.nn.gelu(_layer_norm(x, w["norm_2"]) @ w["up"]) @ w["down"], None
 
     def evaluate(self, params: Any) -> dict[str, jax.Array]:
-        """Cross-entropy over the whole validation text."""
+        """Cross-entropy over the whole batches of the validation text."""
         text = self._ids[1]
         rows = len(text) // self.block - 1
         at = np.arange(rows)[:, None] * self.block + np.arange(self.block + 1)
