@@ -290,7 +290,7 @@ def die(*args, **kwargs):
 
 
 @pytest.mark.parametrize("owner, name", [(ocp, "save_async"), (manifests, "write"), (manifests, "damage")])
-@pytest.mark.parametrize("ask", [lambda c: c.save(11, state_of(11), {}), lambda c: c.wait(), lambda c: c.close()])
+@pytest.mark.parametrize("ask", [lambda c: c.wait(), lambda c: c.close()])
 def test_failed_save(folder, monkeypatch, owner, name, ask):
     checkpoints = Checkpoints(folder, 1)
     with monkeypatch.context() as patch:

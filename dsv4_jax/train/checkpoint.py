@@ -35,6 +35,7 @@ from dsv4_jax.train.state import abstract_model, abstract_state
 from dsv4_jax.validate import ConfigError, RunError
 
 _COUNTS = re.compile(r"\d+(\.old)?")  # names of checkpoints
+_FAILURES = 3  # saves in a row that fail end a run
 _LEFT_OVER = re.compile(r"\d+(\.old)?\.(new|gone).*")  # of what a crash has left: half written, half deleted
 
 
@@ -51,6 +52,11 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, keep_every: int = 0):
         self._folder, self._keep, self._keep_every = folder.absolute(), keep, keep_every
         self._saving: tuple[int, Future[None]] | None = None
+        self._failures = 0  # saves in a row that failed
+        self._unreported, self._reported = (
+            "",
+            False,
+        )  # a failure for `failed`; whether it had that of the save in flight
         self._pool = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
@@ -58,13 +64,15 @@ class Checkpoints:
 
         Returns when the host has a copy of the arrays, which may then be donated. Orbax makes this one
         copy, of one replica of each array, and writes it as it is: compressing it would need another.
-        An array that lies whole on one CPU device is not copied unless it is donated meanwhile. What
-        fails in this save is raised by the next call.
+        An array that lies whole on one CPU device is not copied unless it is donated meanwhile.
+
+        Waits for the save before. If that failed, `failed` returns the reason, and this save is made all
+        the same. After two failures in a row it also waits for this save.
 
         Raises:
-            CheckpointError: if the save before, for which this waits, has failed.
+            CheckpointError: if this is the third save in a row to fail.
         """
-        self.wait()
+        self._settle()
         arrays = manifests.named(state)
         manifest = {"step": step, "host": json.loads(json.dumps(host)), "arrays": manifests.types(arrays)}
         saving: Future[None] = Future()
@@ -80,6 +88,20 @@ class Checkpoints:
         except Exception as error:
             saving.set_exception(error)
         self._saving = step, saving
+        if self._failures == _FAILURES - 1:
+            self.wait()
+
+    def failed(self) -> str:
+        """Returns why the save in flight or the one before it failed, once; empty if neither did.
+
+        Asks no other process, so that it costs nothing after every step.
+        """
+        found, self._unreported = self._unreported, ""
+        if not found and self._saving is not None and not self._reported:
+            step, saving = self._saving
+            if saving.done() and (error := saving.exception()):
+                found, self._reported = _failure(step, error), True
+        return found
 
     def wait(self) -> None:
         """Returns when the save in flight is finished and verified.
@@ -87,14 +109,23 @@ class Checkpoints:
         Raises:
             CheckpointError: if it failed. Earlier checkpoints are untouched.
         """
+        if reason := self._settle():
+            self._unreported = ""
+            more = f"; it is the last of {self._failures} saves in a row that failed" if self._failures > 1 else ""
+            raise CheckpointError(reason + more)
+
+    def _settle(self) -> str:
+        """Waits for the save in flight, in all processes, and returns why it failed in any; empty if it did not."""
         if self._saving is None:
-            return
+            return ""
         (step, saving), self._saving = self._saving, None
         error = saving.exception()
-        reason = None if error is None else _failure(step, error)
-        reason = _of_first(reason) or reason
-        if reason:
-            raise CheckpointError(reason) from error
+        reason = next(filter(None, _of_all("" if error is None else _failure(step, error))), "")
+        self._failures = self._failures + 1 if reason else 0
+        if reason and not self._reported:
+            self._unreported = reason
+        self._reported = False
+        return reason
 
     def latest(self) -> int | None:
         """The newest step whose manifest is whole and whose files have their sizes; their content is not read."""
@@ -120,7 +151,7 @@ class Checkpoints:
             CheckpointError: if there are checkpoints and all are damaged.
             ConfigError: if the newest usable one holds other arrays than `abstract`.
         """
-        self.wait()
+        self._settle()
         name, problems = _of_first(self._choose(before) if jax.process_index() == 0 else None)
         if not name and problems:
             lines = [f"checkpoint {which}: {problem}" for which, problem in problems]
@@ -145,7 +176,7 @@ class Checkpoints:
 
     def drop_after(self, step: int) -> None:
         """Deletes the checkpoints of later steps: the run goes on from `step` another way."""
-        self.wait()
+        self._settle()
         if jax.process_index() == 0:
             for path in self._found():
                 if int(path.stem) > step:
@@ -250,6 +281,16 @@ def _of_first(value: Any) -> Any:
     size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
     text = multihost_utils.broadcast_one_to_all(np.resize(text, size))
     return json.loads(bytes(text.tolist()))
+
+
+def _of_all(value: Any) -> list[Any]:
+    """The JSON values of all processes, in every process."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(text.size))
+    texts = multihost_utils.process_allgather(np.resize(text, int(sizes.max())))
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(texts, sizes, strict=True)]
 
 
 def _delete(path: Path) -> None:

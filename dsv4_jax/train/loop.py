@@ -119,7 +119,9 @@ class _Trainer:
     def event(self, step: int, kind: str, text: str) -> None:
         """Notes and says what happened at a step."""
         self.history.events.append({"step": step, "event": kind, "text": text})
-        self.console.print(f"step {step}: {kind}: {text}", style="yellow" if kind in ("spike", "rollback") else None)
+        self.console.print(
+            f"step {step}: {kind}: {text}", style="yellow" if kind in ("spike", "rollback", "save") else None
+        )
         if jax.process_index() == 0:
             write_events(Path(self.cfg.train.run_dir), self.history.events)
 
@@ -220,6 +222,7 @@ class _Trainer:
         cfg, data, history = leg.cfg, self.data[leg.number], self.history
         if tuple(jax.sharding.get_abstract_mesh().shape.values()) != dataclasses.astuple(cfg.mesh):
             self.save(state)  # the state moves to another mesh through a checkpoint, as it would in a restart
+            self.checkpoints.wait()
             found = self.restored()
             assert found is not None
             state, history = found[0], self.history
@@ -356,6 +359,8 @@ class _Trainer:
             if pending is not None:
                 self.finish(leg, pending, {})
             pending = {"step": step, "lag": lag} | metrics
+            if failure := self.checkpoints.failed():
+                self.event(step, "save", f"{failure}; the next save is tried all the same")
             stop = self.stopped(step)
             ends = stop or step == run.steps
             due = step == run.steps or step % train.eval_every == 0
