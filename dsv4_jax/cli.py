@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: exit status 0 done, 1 the run failed, 2 bad usage or configuration."""
+"""The command line.
+
+Exit status: 0 done; 1 the run failed; 2 bad usage or configuration; 143 stopped by SIGTERM and 130 by SIGINT (Ctrl-C),
+both after the state was saved. After a second SIGINT, or one before the first step, the status is 130 and nothing more
+is saved.
+"""
 
 import argparse
 import importlib.util
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,12 +22,19 @@ from dsv4_jax.validate import ConfigError, RunError
 
 
 def exit_on_error(command: Callable[[], None]) -> None:
-    """Runs a command; a ConfigError or RunError becomes a short message on stderr and exit status 2 or 1."""
+    """Run a command; turn ConfigError, RunError and KeyboardInterrupt into a message and exit status 2, 1 and 130."""
     try:
         command()
     except (ConfigError, RunError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        print("error: interrupted before the state was saved", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit as stop:
+        if stop.code == 128 + signal.SIGTERM:  # later SIGTERMs must not end the exit with another status
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -52,6 +52,15 @@ SECTIONS = {
         "rollbacks": ("Rollbacks", "rollbacks so far"),
         "lag": ("Anticipatory routing", "steps between routing and use"),
     },
+    "Time": {
+        "goodput": ("Goodput", "share of the process's time in steps that count"),
+        "seconds/compile": ("Compiling", "seconds so far"),
+        "seconds/data": ("Waiting for data", "seconds so far, part of the steps"),
+        "seconds/evaluate": ("Evaluating", "seconds so far"),
+        "seconds/save": ("Saving", "seconds so far"),
+        "seconds/restore": ("Reading checkpoints", "seconds so far"),
+        "seconds/lost": ("Steps that were taken back", "seconds so far"),
+    },
 }
 
 STYLE = """

@@ -68,4 +68,6 @@ def metrics(run_dir):
 
 
 def timeless(lines):
-    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+    """The lines without what depends on the machine's speed and load."""
+    timed = ("tokens_per_s", "goodput", "mfu", "memory", "seconds/")
+    return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]

@@ -10,6 +10,7 @@ import sys
 import time
 
 from conftest import ROOT
+from runs import timeless
 
 KILLS = int(os.environ.get("KILLS", "20"))
 SOAK = "KILLS" in os.environ  # `make soak`: many kills of a real model, whose step takes seconds to trace
@@ -112,7 +113,7 @@ def lines(run_dir):
 
 def metrics(run_dir):
     found = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in found]
+    return timeless(found)
 
 
 def test_killed_at_random_moments(tmp_path):

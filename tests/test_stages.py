@@ -289,6 +289,17 @@ def test_going_back_without_leaving_out_repeats_bit_for_bit(corpus, tmp_path, po
         assert checkpoints.latest() == 6
 
 
+def test_a_rollback_inside_the_profiled_steps_ends_their_trace(corpus, tmp_path, poisoned):
+    poisoned(7)
+    cfg = spiky(corpus, tmp_path, skip=-1)
+    said = train(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, profile_steps="7:12")))
+    assert "profile     of steps 7 to 9" in said and said.count("profile     ") == 1
+    assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
+    lines = metrics(tmp_path)
+    assert lines[-1]["step"] == 12 and lines[7]["seconds/lost"] == 0 < lines[-1]["seconds/lost"]
+    assert lines[7]["seconds/restore"] < lines[-1]["seconds/restore"]
+
+
 @pytest.mark.parametrize("at", [3, 4])
 def test_a_kill_in_a_rolled_back_run_changes_nothing(corpus, tmp_path, poisoned, monkeypatch, at):
     """Right after going back, past a checkpoint that is of the other course; and while routing is anticipatory."""

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,13 @@ from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
 from dsv4_jax.train.feed import Data, put_batch, read_data, streams
 from dsv4_jax.train.metrics import Display, MetricsWriter
+from dsv4_jax.train.profile import Profile
 from dsv4_jax.train.run_dir import History, changes, claim, resolved, write_events
 from dsv4_jax.train.signals import stop_signals
 from dsv4_jax.train.spikes import spike
 from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, init_state, split_trained
 from dsv4_jax.train.step import make_train_step, objective_weights
+from dsv4_jax.train.timing import Timing
 from dsv4_jax.validate import ConfigError, RunError
 
 # Compiler options for a program that runs once, for which XLA's optimisations cost more than they save.
@@ -59,7 +60,7 @@ def run(cfg: Config, console: Console | None = None) -> None:
         SystemExit: after SIGTERM or Ctrl-C, once the state has been saved.
     """
     console = console or Console(highlight=False, markup=False, soft_wrap=True)
-    run_dir = Path(cfg.train.run_dir)
+    run_dir, timing = Path(cfg.train.run_dir), Timing()
     data = read_data(cfg)
     if cfg.model.engram_layer_ids and token_map(cfg.model) is None:
         raise ConfigError(
@@ -82,7 +83,7 @@ def run(cfg: Config, console: Console | None = None) -> None:
             console.print(*describe_stages(cfg), sep="\n")
         if jax.sharding.get_abstract_mesh().size > 1:
             console.print(*describe_placement(cfg, leg), sep="\n")
-        trainer = _Trainer(cfg, data, checkpoints, console)
+        trainer = _Trainer(cfg, data, checkpoints, console, timing)
         state = trainer.start()
         if int(state.step) >= cfg.steps:
             console.print("the run is finished; raise train.steps to continue it")
@@ -102,14 +103,14 @@ class _Spike(Exception):
 class _Trainer:
     """A run: its configuration, data and checkpoints, and what it knows beside its arrays."""
 
-    def __init__(self, cfg: Config, data: list[Data], checkpoints: Checkpoints, console: Console):
-        self.cfg, self.data, self.checkpoints, self.console = cfg, data, checkpoints, console
+    def __init__(self, cfg: Config, data: list[Data], checkpoints: Checkpoints, console: Console, timing: Timing):
+        self.cfg, self.data, self.checkpoints, self.console, self.timing = cfg, data, checkpoints, console, timing
         self.history = History()
         self.routes: collections.deque[jax.Array] = collections.deque()  # experts of the next batches
         self.programs: dict[tuple[str, bool], Callable[..., Any]] = {}  # of the stage
         self.evaluation: list[Batch] = []
         self.held_out = {"eval_loss": math.nan}
-        self.bad, self.clock = 0, time.monotonic()
+        self.bad = 0
         self.all_finite = jax.jit(_all_finite)
 
     def warn(self, text: str) -> None:
@@ -150,7 +151,8 @@ class _Trainer:
             routes = abstract_routes(self.cfg.model, len(history.routed), tuple(history.routes))
             return dataclasses.replace(abstract_state(self.cfg), routes=routes)
 
-        found = self.checkpoints.restore(abstract, self.warn, before=before)
+        with self.timing.during("restore"):
+            found = self.checkpoints.restore(abstract, self.warn, before=before)
         if found is None:
             return None
         _, state, host = found
@@ -160,11 +162,18 @@ class _Trainer:
     def save(self, state: TrainState) -> None:
         """Saves the run as it stands."""
         step = int(state.step)
-        if not self.all_finite(state):
-            raise RunError(f"the state at step {step} is not finite; it is not saved")
-        self.history.routes = list(self.routes[0].shape) if self.routes else []
-        host = dataclasses.asdict(self.history) | {"config": resolved(self.cfg)}
-        self.checkpoints.save(step, dataclasses.replace(state, routes=tuple(self.routes)), host)
+        with self.timing.during("save"):
+            if not self.all_finite(state):
+                raise RunError(f"the state at step {step} is not finite; it is not saved")
+            self.history.routes = list(self.routes[0].shape) if self.routes else []
+            host = dataclasses.asdict(self.history) | {"config": resolved(self.cfg)}
+            self.checkpoints.save(step, dataclasses.replace(state, routes=tuple(self.routes)), host)
+        self.timing.saved(step)
+
+    def wait(self) -> None:
+        """Wait until the last save is finished and verified."""
+        with self.timing.during("save"):
+            self.checkpoints.wait()
 
     def train(self, state: TrainState) -> TrainState:
         """Steps until `cfg.steps`."""
@@ -174,6 +183,7 @@ class _Trainer:
             stop_signals() as self.stopped,
             MetricsWriter(run_dir if jax.process_index() == 0 else None, step) as self.writer,
             Display(self.console, cfg.steps, step) as self.display,
+            Profile(cfg.train.profile_steps, run_dir / "profile", self.console.print) as self.profile,
         ):
             if cfg.routing.anticipation.mode == "auto" and self.checkpoints.latest() is None:
                 self.save(state)  # so that there is something to go back to
@@ -181,8 +191,11 @@ class _Trainer:
                 try:
                     state = self.stage(cfg.leg(step), state)
                 except _Spike as found:
+                    self.profile.stop()
                     state = self.back(found.step)
                 step = int(state.step)
+            self.wait()  # while signals are caught, so that none of them ends the last save
+        self.console.print(self.timing.line())
         return state
 
     def back(self, step: int) -> TrainState:
@@ -200,6 +213,7 @@ class _Trainer:
             raise RunError(f"there is no checkpoint to go back to before the spike at step {step}: lower spikes.margin")
         state, there, hold = found[0], int(found[0].step), cfg.routing.anticipation.hold
         self.checkpoints.drop_after(there)
+        self.timing.took_back(there)
         for name in ("events", "spikes", "tries"):
             setattr(self.history, name, getattr(now, name))
         self.history.rollbacks, self.history.furthest = now.rollbacks + 1, max(step, now.furthest)
@@ -250,16 +264,15 @@ class _Trainer:
     def program(self, leg: Leg, name: str, state: TrainState, batch: dict[str, jax.Array]) -> Callable[..., Any]:
         """A function of state and batch, compiled for a stage and for batches like this one."""
         if (name, "experts" in batch) not in self.programs:
-            clock, options = time.monotonic(), _CPU_STEP if on_cpu() else None
+            options = _CPU_STEP if on_cpu() else None
             if name == "step":
                 made = jax.jit(make_train_step(leg.cfg, leg.clock), donate_argnums=0, compiler_options=options)
             else:
                 make = {"evaluation": make_eval_step, "routing": make_route}[name]
                 made = jax.jit(make(leg.cfg), compiler_options=options)
-            self.programs[name, "experts" in batch] = made.lower(state, batch).compile()
-            now = time.monotonic()
-            self.console.print(f"compiled    {name} in {now - clock:.0f} s")
-            self.clock += now - clock
+            with self.timing.during("compile") as seconds:
+                self.programs[name, "experts" in batch] = made.lower(state, batch).compile()
+            self.console.print(f"compiled    {name} in {seconds():.0f} s")
         return self.programs[name, "experts" in batch]
 
     def ahead(
@@ -281,7 +294,9 @@ class _Trainer:
             history.routed = []
             return {}, 0
         while len(self.routes) <= min(settings.delay, end - 1 - step):
-            batch = place(stream.peek(len(self.routes)))
+            with self.timing.waiting():
+                rows = stream.peek(len(self.routes))
+            batch = place(rows)
             self.routes.append(self.program(leg, "routing", state, batch)(state, batch))
             history.routed.append(step)
         return {"experts": self.routes.popleft()}, step - history.routed.pop(0)
@@ -305,12 +320,11 @@ class _Trainer:
         if spiked:
             history.spikes += 1
             self.event(step, "spike", spiked)
-        now, new = time.monotonic(), scalars["tokens"]
-        seconds, self.clock = now - self.clock, now
+        seconds, new = self.timing.lap(), scalars["tokens"]
         history.tokens += new
         scalars |= {"tokens": history.tokens, "tokens_per_s": new / seconds}
         scalars |= {"skipped_records": self.data[leg.number].skipped, "spikes": history.spikes}
-        scalars |= {"rollbacks": history.rollbacks} | more
+        scalars |= {"rollbacks": history.rollbacks} | self.timing.scalars() | more
         self.writer.write(scalars)
         self.display.update(scalars, seconds)
         if self.bad >= train.bad_steps:
@@ -331,26 +345,19 @@ class _Trainer:
         """The steps of a stage."""
         run, train, step, last = self.cfg, self.cfg.train, int(state.step), min(leg.last, self.cfg.steps)
         pending: dict[str, Any] | None = None  # the metrics of the last step, which the device still works on
-        profiled = range(*map(int, train.profile_steps.split(":"))) if train.profile_steps else range(0)
-        traced = 0  # the first step of a trace that is being made
-        self.clock = time.monotonic()
+        self.timing.restart()
         while step < last:
             experts, lag = self.ahead(leg, state, step, stream, place)
-            batch = place(next(stream)) | experts
+            with self.timing.waiting():
+                rows = next(stream)
+            batch = place(rows) | experts
             self.history.position = stream.position
             train_step = self.program(leg, "step", state, batch)
             step += 1
-            if step in profiled and not traced:
-                traced = step
-                jax.profiler.start_trace(str(Path(train.run_dir) / "profile"))
+            self.profile.before(step)
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, metrics = train_step(state, batch)
-            if traced and step in (profiled[-1], last):
-                jax.block_until_ready(state)
-                jax.profiler.stop_trace()
-                where = Path(train.run_dir) / "profile"
-                self.console.print(f"profile     of steps {traced} to {step} is in {where}")
-                traced = 0
+            self.profile.after(step, metrics)
             norms = metrics.pop("grad_norms")
             if step == leg.first + 1:
                 told = jax.device_get(metrics | {"grad_norms": norms})
@@ -364,19 +371,22 @@ class _Trainer:
             stop = self.stopped(step)
             ends = stop or step == run.steps
             due = step == run.steps or step % train.eval_every == 0
+            if ends:
+                self.profile.stop()
             if due or ends or step == last or self.bad or step % train.checkpoint_every == 0:
                 found = {}
                 if due and not stop:
-                    found = self.held_out = evaluate(eval_step, state, self.evaluation, place)
+                    jax.block_until_ready(metrics)  # the step ends before the evaluation begins
+                    with self.timing.during("evaluate"):
+                        found = self.held_out = evaluate(eval_step, state, self.evaluation, place)
                     held_out, unit = found["eval_loss"], self.data[leg.number].unit
                     self.console.print(f"step {step}: held-out loss {held_out:.3f} nats per {unit}")
                 self.finish(leg, pending, found)
                 pending = None
                 if ends or step % train.checkpoint_every == 0:
                     self.save(state)
-                self.clock = time.monotonic()
             if stop:
-                self.checkpoints.wait()
+                self.wait()
                 name = signal.Signals(stop).name
                 self.console.print(f"stopped by {name} at step {step}; the same command goes on from there")
                 raise SystemExit(128 + stop)

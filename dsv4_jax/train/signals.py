@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that stop a run, once it has saved itself."""
+"""Stop a run by SIGTERM or SIGINT (Ctrl-C), after it has saved its state."""
 
 import contextlib
 import signal
@@ -8,34 +8,52 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 
 @contextlib.contextmanager
 def stop_signals() -> Generator[Callable[[int], int]]:
-    """A function that tells, after a step, the signal to stop that has come, or 0: SIGTERM or Ctrl-C.
+    """Catch SIGTERM and SIGINT; yield a function of the step that returns the signal to stop by, or 0.
 
-    A second Ctrl-C ends the program at once. Several processes stop at the same step, after SIGTERM to any.
+    Call it after every step. The first signal decides. More SIGTERMs change nothing, because schedulers send several;
+    only a second SIGINT raises KeyboardInterrupt. Several processes stop after the same step, whichever of them got
+    the signal; if any got SIGINT, all return SIGINT. A signal that came after the last call is delivered again at the
+    end.
     """
-    came = 0
+    first = interrupts = 0
+    told = False
 
     def handle(number: int, frame: Any) -> None:
-        nonlocal came
-        if came:
+        nonlocal first, interrupts
+        interrupts += number == signal.SIGINT
+        if interrupts > 1:
             raise KeyboardInterrupt
-        came = number
+        first = first or number
+        if several:
+            # jax.distributed handles SIGTERM itself and passes it on to all processes; SIGINT takes the same way.
+            signal.raise_signal(signal.SIGTERM)
 
-    def told(step: int) -> int:
-        if jax.process_count() > 1:
-            return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else 0
-        return came
+    def stopped(step: int) -> int:
+        nonlocal told
+        if not several:
+            told = bool(first)
+            return first
+        if not multihost_utils.reached_preemption_sync_point(step):
+            return 0
+        told = True
+        interrupted = multihost_utils.process_allgather(np.int32(first == signal.SIGINT))
+        return signal.SIGINT if np.any(interrupted) else signal.SIGTERM
 
-    if jax.process_count() > 1 or threading.current_thread() is not threading.main_thread():
-        yield told  # jax.distributed has its own handler; other threads may have none
-        return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    several = jax.process_count() > 1
+    numbers = [signal.SIGINT] if several else [signal.SIGTERM, signal.SIGINT]
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []  # Python lets only the main thread set handlers
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield told
+        yield stopped
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if first and not told:
+        signal.raise_signal(first)
