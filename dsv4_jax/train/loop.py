@@ -236,7 +236,7 @@ class _Trainer:
         cfg, data, history = leg.cfg, self.data[leg.number], self.history
         if tuple(jax.sharding.get_abstract_mesh().shape.values()) != dataclasses.astuple(cfg.mesh):
             self.save(state)  # the state moves to another mesh through a checkpoint, as it would in a restart
-            self.checkpoints.wait()
+            self.wait()
             found = self.restored()
             assert found is not None
             state, history = found[0], self.history
