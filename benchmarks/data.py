@@ -3,10 +3,11 @@
 
     python benchmarks/data.py
 
-Prints CPU time at several sizes and its ratio to that at the smallest. All ratios should be near 1, but for the
-first reading of a file of ids, which is written down in an index.
+Prints CPU time at several sizes and its ratio to that at the smallest. The ratios should be near 1; opening a file of
+ids may grow with its documents (20 bytes each are read), not with its tokens, but for the first time.
 """
 
+import io
 import json
 import tempfile
 import time
@@ -14,12 +15,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from dsv4_jax.config import DataConfig
 from dsv4_jax.data import documents
 from dsv4_jax.data.documents import tokenized
 from dsv4_jax.data.packing import BLOCK, Plan, part
-from dsv4_jax.data.sources import Flat
+from dsv4_jax.data.pipeline import fill
+from dsv4_jax.data.prepare import write_shards
+from dsv4_jax.data.sources import Flat, open_source
 from dsv4_jax.data.tokenizer import Bytes
 
 
@@ -66,10 +70,43 @@ def tokenising(folder: Path) -> None:
     print(f"tokenise: {calls[early].mean():.0f} texts a call in the first 64 MiB, then {calls[~early].mean():.0f}")
 
 
+def filling(folder: Path) -> None:
+    """A block of rows from tokens that were made ahead, by tokens of a document."""
+    costs, S, total = {}, 4096, 20_000_000
+    for n in (5_000, 1_000_000, 10_000_000):
+        file = folder / f"{n}.jsonl"
+        file.write_text((json.dumps({"text": "x" * n}) + "\n") * (total // n))
+        data, said = DataConfig(path=str(file), prepared=str(folder / "prepared")), Console(file=io.StringIO())
+        write_shards(str(file), data, Bytes(), folder / f"ids{n}", total, said)
+        source = open_source(str(folder / f"ids{n}"), data, Bytes())
+        parts = [part(source, np.ones(len(source.lengths), bool), S)]
+        rows = Plan(parts, [1.0], S, 0, repeat=True).block(0)[:200]
+        costs[n] = seconds(lambda rows=rows, parts=parts: [fill(row, parts, S) for row in rows])
+        each, ratio = costs[n] / (len(rows) * S) * 1e6, costs[n] / costs[5_000]
+        print(f"fill: documents of {n:,} tokens, {each:.3f} s a million tokens, {ratio:.2f}x")
+
+
+def opening(folder: Path) -> None:
+    """A file of ids, the first time and then from its index, by documents of 1,000 tokens."""
+    costs, smallest = {}, 100_000
+    for n in (100_000, 400_000):
+        file, data = folder / f"{n}.bin", DataConfig(prepared=str(folder / "prepared"))
+        ids = np.ones((n, 1000), np.uint16)
+        ids[:, -1] = Bytes.border
+        ids.tofile(file)
+        first = seconds(lambda: open_source(str(file), data, Bytes()), 1)  # noqa: B023
+        costs[n] = seconds(lambda: open_source(str(file), data, Bytes()))  # noqa: B023
+        print(
+            f"open: {ids.nbytes:,} bytes of ids, {first:.3f} s the first time, then {costs[n]:.4f} s, "
+            f"{first / costs[n]:.0f} times faster; {costs[n] / costs[smallest]:.2f}x of {smallest:,} documents"
+        )
+
+
 def main() -> None:
     planning()
-    with tempfile.TemporaryDirectory() as folder:
-        tokenising(Path(folder))
+    for side in (tokenising, filling, opening):
+        with tempfile.TemporaryDirectory() as folder:
+            side(Path(folder))
 
 
 if __name__ == "__main__":

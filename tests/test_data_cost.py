@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """What planning, tokenising, filling and opening cost does not grow with what they do not need. Nothing is timed."""
 
+import io
 import json
+import os
 import tracemalloc
 
 import numpy as np
 import pytest
 from golden_models import small_config
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
-from dsv4_jax.config import DataConfig
-from dsv4_jax.data import documents, packing
+import dsv4_jax as ds
+from dsv4_jax.config import Config, DataConfig, TrainConfig
+from dsv4_jax.data import documents, ids, packing
 from dsv4_jax.data.documents import tokenized
 from dsv4_jax.data.images import Budget
 from dsv4_jax.data.interleaved import Spans
 from dsv4_jax.data.packing import Part, Plan, part
-from dsv4_jax.data.sources import Flat
+from dsv4_jax.data.prepare import run
+from dsv4_jax.data.sources import Flat, key_of, open_source, prepared_folder
 from dsv4_jax.data.tokenizer import Bytes
 
 
@@ -88,3 +95,69 @@ def test_records_are_tokenised_together_to_the_end(tmp_path, monkeypatch):
     counting = Counting()
     list(tokenized(str(tmp_path), DataConfig(on_error="skip"), counting))
     assert counting.calls == [255, 45]
+
+
+def test_a_piece_of_a_long_document_is_read_without_the_rest(tmp_path):
+    """Of tokens made ahead, of files of ids and of text in memory: 100 of a million tokens need a few KB."""
+    text = "abcdefghi\n" * 100_000
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    np.frombuffer(text.encode(), np.uint8).astype(np.uint16).tofile(tmp_path / "a.bin")
+    data = DataConfig(path=str(tmp_path / "a.jsonl"), prepared=str(tmp_path / "prepared"))
+    in_memory = open_source(data.path, data, Bytes())
+    cfg = Config(model=small_config(vocab_size=257), data=data, train=TrainConfig(steps=200))
+    run(cfg, Console(file=io.StringIO()))
+    ahead = open_source(str(prepared_folder(data.path, data, Bytes())), data, Bytes())
+    assert type(ahead).__name__ == "Shards"
+    for s in (in_memory, ahead, open_source(str(tmp_path / "a.bin"), data, Bytes())):
+        assert s.tokens(0, 500_001, 500_101).tolist() == list(text[:100].encode())
+        assert peak(lambda s=s: s.tokens(0, 500_001, 500_101)) < 10_000
+
+
+def id_file(tmp_path, values=(1, 2, 256, 256, 3, 256, 4)):
+    file = tmp_path / "a.bin"
+    np.array(values, np.uint16).tofile(file)
+    return file, DataConfig(prepared=str(tmp_path / "prepared"))
+
+
+def test_a_large_file_of_ids_is_scanned_once(tmp_path, monkeypatch):
+    """Its table is kept until the file or what it is read with changes; a later start reads no id."""
+    monkeypatch.setattr(ids, "_INDEXED", 1, raising=False)
+    file, data = id_file(tmp_path)
+    first, stat = open_source(str(file), data, Bytes()), file.stat()
+    assert first.keys.tolist() == [key_of(f"a.bin:{start}") for start in (0, 4, 6)]
+    id_file(tmp_path, [300] * 7)  # would be refused, if it was read
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    again = open_source(str(file), data, Bytes())
+    assert again.lengths.tolist() == [4, 3, 3] and again.keys.tolist() == first.keys.tolist()
+    os.utime(file)
+    with pytest.raises(ds.ConfigError, match="id 300 at position 0"):
+        open_source(str(file), data, Bytes())
+    id_file(tmp_path, [5, 256, 6])
+    assert open_source(str(file), data, Bytes()).lengths.tolist() == [3, 3]
+    for index in (tmp_path / "prepared").iterdir():
+        index.write_bytes(index.read_bytes()[:-1])
+    with pytest.raises(ds.ConfigError, match=r"a.bin-.*npy, the index of a file of ids, is damaged .*: delete it"):
+        open_source(str(file), data, Bytes())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ds.ConfigError, match=r"data.prepared = '.*file': cannot write the index"):
+        open_source(str(file), DataConfig(prepared=str(tmp_path / "file")), Bytes())
+
+
+def test_a_small_file_of_ids_leaves_nothing_behind(tmp_path):
+    file, data = id_file(tmp_path)
+    assert open_source(str(file), data, Bytes()).lengths.tolist() == [4, 3, 3]
+    assert not (tmp_path / "prepared").exists()
+
+
+@given(st.lists(st.integers(0, 2**63 - 1)), st.text(max_size=9))
+def test_names_are_hashed_together_as_one_by_one(numbers, prefix):
+    """So that what is held out of a file of ids does not move."""
+    found = ids.numbered_keys(prefix, np.array(numbers, np.int64))
+    assert found.tolist() == [key_of(f"{prefix}{number}") for number in numbers]
+
+
+def test_tokens_of_an_older_format_are_refused(tmp_path):
+    (tmp_path / "index.json").write_text(json.dumps({"format": 1, "source": "texts", "shards": []}))
+    words = r"format 1, but this version reads \d: run the data command again with data.path = 'texts'"
+    with pytest.raises(ds.ConfigError, match=words):
+        open_source(str(tmp_path), DataConfig(), Bytes())

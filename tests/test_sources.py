@@ -224,10 +224,10 @@ def test_a_damaged_folder_of_tokens_is_refused(tmp_path):
     cfg = config(path, tmp_path)
     prepared(cfg)
     folder = prepared_folder(path, cfg.data, Bytes())
-    shard, index = folder / "00000.array_record", folder / "index.json"
+    shard, index = folder / "00000.ids", folder / "index.json"
     whole = shard.read_bytes()
     shard.write_bytes(whole[: len(whole) // 2])
-    assert "00000.array_record has" in refusal(path, prepared=cfg.data.prepared)
+    assert "00000.ids has" in refusal(path, prepared=cfg.data.prepared)
     shard.write_bytes(whole)
     (folder / "00000.npy").unlink()
     assert "00000.npy has 0 bytes" in refusal(folder)

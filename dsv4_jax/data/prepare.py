@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m dsv4_jax data CONFIG`: tokenises sources ahead of time, and shows what they hold."""
 
+import array
 import contextlib
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from rich.console import Console
@@ -15,12 +16,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from dsv4_jax.config import Config, DataConfig
 from dsv4_jax.data.documents import tokenized
 from dsv4_jax.data.drawn import PREFIX
+from dsv4_jax.data.ids import table_of
 from dsv4_jax.data.images import row_budget
 from dsv4_jax.data.interleaved import Document, vision_settings
 from dsv4_jax.data.packing import Plan, split
 from dsv4_jax.data.records import TOKENS, ArrayRecordWriter, find
 from dsv4_jax.data.sources import (
+    DOCUMENTS,
     FORMAT,
+    IDS,
     IMAGES,
     INDEX,
     SPANS,
@@ -34,7 +38,7 @@ from dsv4_jax.data.sources import (
 from dsv4_jax.data.tokenizer import Tokenizer, load_tokenizer
 from dsv4_jax.model.config import ModelConfig
 
-_SHARD = 1 << 28  # bytes of ids in a shard
+_SHARD = 1 << 32  # bytes of ids and images in a shard: few files, since a run keeps all of them open
 
 
 def run(cfg: Config, console: Console) -> None:
@@ -74,9 +78,10 @@ def write_shards(
     console: Console,
     vision: ModelConfig | None = None,
 ) -> None:
-    """Tokenises a source into shards of ArrayRecord under an index; the folder appears when all of it is done.
+    """Tokenises a source into shards under an index; the folder appears when all of it is done.
 
-    Images lie in shards of their own, as they are: encoded.
+    A shard's ids are one array, of which a run maps what it reads: a piece of a long document costs that piece.
+    Images lie in ArrayRecord files of their own, as they are: encoded.
     """
     new = folder.with_name(folder.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
@@ -114,47 +119,50 @@ def write_shards(
 
 
 class _Shards:
-    """Writes documents into one shard after another, each with a table of lengths and keys beside it.
+    """Writes the ids of documents into one shard after another, each with a table of its documents beside it.
 
     Their images go into a file with a table of document, start, positions, rows and columns of patches.
     """
 
     def __init__(self, folder: Path, kind: np.dtype):
         self.kind, self.done = kind, []
+        self._ids: BinaryIO | None = None
         self._images: Any = None
-        self._folder, self._writer, self._table, self._spans, self._bytes = folder, None, [], [], 0
+        self._folder, self._spans, self._bytes = folder, [], 0
 
     def add(self, document: Document, key: int) -> None:
-        if self._writer is None:
+        if self._ids is None:
             self._file = str(self._folder / f"{len(self.done):05}")
-            # A record a group: a document is read without its neighbours.
-            self._writer = ArrayRecordWriter(self._file + ".array_record", "group_size:1")
+            self._ids = open(self._file + IDS, "wb")  # until `close`
+            self._ends, self._keys = array.array("q"), array.array("I")
         if document.images and self._images is None:
             self._images = ArrayRecordWriter(self._file + IMAGES, "group_size:1,uncompressed")
         for span, image in zip(document.spans.tolist(), document.images, strict=True):
             self._images.write(image)
-            self._spans.append((len(self._table), *span))
+            self._spans.append((len(self._ends), *span))
             self._bytes += len(image)
-        data = document.ids.astype(self.kind).tobytes()
-        self._writer.write(data)
-        self._table.append((len(document.ids), key))
-        self._bytes += len(data)
+        self._ids.write(document.ids.astype(self.kind).tobytes())
+        self._ends.append((self._ends[-1] if self._ends else 0) + len(document.ids))
+        self._keys.append(key)
+        self._bytes += len(document.ids) * self.kind.itemsize
         if self._bytes >= _SHARD:
             self.close()
 
     def close(self) -> None:
-        if self._writer is None:
+        if self._ids is None:
             return
-        self._writer.close()
-        np.save(self._file + ".npy", np.array(self._table, np.uint32))
+        self._ids.close()
+        ends = np.array(self._ends, np.int64)
+        table = table_of(np.concatenate([[0], ends[:-1]]), ends, np.array(self._keys, np.uint32))
+        np.save(self._file + DOCUMENTS, table)
         shard: dict[str, Any] = {"name": Path(self._file).name}
-        files = {"bytes": ".array_record", "table_bytes": ".npy"}
+        files = {"bytes": IDS, "table_bytes": DOCUMENTS}
         if self._images is not None:
             self._images.close()
             np.save(self._file + SPANS, np.array(self._spans, np.int32))
             files |= {"images_bytes": IMAGES, "spans_bytes": SPANS}
         self.done.append(shard | {key: Path(self._file + suffix).stat().st_size for key, suffix in files.items()})
-        self._writer, self._images, self._table, self._spans, self._bytes = None, None, [], [], 0
+        self._ids, self._images, self._spans, self._bytes = None, None, [], 0
 
 
 def describe(source: Source, cfg: Config, tokenizer: Tokenizer) -> Iterator[str]:

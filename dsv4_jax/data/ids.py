@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents in arrays of ids, in memory or mapped: a piece of a document is read without the rest of it."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import uuid
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dsv4_jax.config import DataConfig
+from dsv4_jax.data import drawn
+from dsv4_jax.data.interleaved import Spans
+from dsv4_jax.data.tokenizer import Tokenizer
+from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.validate import ConfigError
+
+# A document in an array of ids: [start, end) without borders, and the hash of its name.
+TABLE = np.dtype([("start", "<i8"), ("end", "<i8"), ("key", "<u4")])
+_INDEX_FORMAT = 1
+_INDEXED = 1 << 26  # bytes of a file of ids from which its table is kept; less is scanned in a tenth of a second
+_CHUNK = 1 << 24  # ids that are scanned together
+_DIGITS = 4  # decimal digits that are hashed by one look-up
+
+
+@dataclasses.dataclass
+class Flat:
+    """Hold documents in one array of ids, in memory or mapped: document i has ids[starts[i]:ends[i]].
+
+    `lengths` is computed once: planning reads it for every piece, so a property would cost the whole corpus a piece.
+    """
+
+    name: str
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+    keys: np.ndarray
+    border: int
+    skipped: int = 0
+    spans: Spans | None = None
+    images: Sequence[bytes | str] = ()
+    lengths: np.ndarray = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.lengths = self.ends - self.starts + 2
+
+    def tokens(self, document: int, first: int, last: int) -> np.ndarray:
+        """See `Source`."""
+        body = self.ids[self.starts[document] : self.ends[document]]
+        edge = np.array([self.border], np.int32)
+        parts = [edge[first:last]] if first < 1 else []
+        parts.append(body[max(first - 1, 0) : max(last - 1, 0)].astype(np.int32))
+        if first <= len(body) + 1 < last:
+            parts.append(edge)
+        return np.concatenate(parts)
+
+    def image(self, number: int) -> bytes | Image.Image:
+        """See `Source`."""
+        image = self.images[number]
+        return drawn.draw(image) if isinstance(image, str) else image
+
+
+class Joined:
+    """Several arrays of documents as one source, without images."""
+
+    spans: Spans | None = None
+
+    def __init__(self, name: str, parts: Sequence[Flat], skipped: int = 0):
+        self.name, self.skipped, self._parts = name, skipped, parts
+        self.lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
+        self.keys = np.concatenate([np.zeros(0, np.uint32), *(part.keys for part in parts)])
+        self._ends = np.cumsum([len(part.lengths) for part in parts], dtype=np.int64)
+        for part, end in zip(parts, self._ends.tolist(), strict=True):
+            part.lengths = self.lengths[end - len(part.lengths) : end]  # a view: each length is held once
+
+    def tokens(self, document: int, first: int, last: int) -> np.ndarray:
+        """See `Source`."""
+        part = int(np.searchsorted(self._ends, document, side="right"))
+        return self._parts[part].tokens(document - (int(self._ends[part - 1]) if part else 0), first, last)
+
+    def image(self, number: int) -> bytes:
+        """See `Source`."""
+        raise IndexError(number)
+
+
+def table_of(starts: np.ndarray, ends: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Make the `TABLE` of documents from its columns."""
+    table: np.ndarray = np.zeros(len(starts), TABLE)
+    table["start"], table["end"], table["key"] = starts, ends, keys
+    return table
+
+
+def mapped(name: str, ids: np.ndarray, table: np.ndarray, border: int) -> Flat:
+    """Make a source of mapped ids and a mapped table. Only keys and lengths are read, and held in memory."""
+    ids, table = np.asarray(ids), np.asarray(table)  # a slice of np.memmap costs several times that of an array
+    return Flat(name, ids, table["start"], table["end"], np.ascontiguousarray(table["key"]), border)
+
+
+def open_id_files(
+    path: str, files: list[Path], cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None
+) -> Flat | Joined:
+    """Open files of ids, each a stream of documents with borders between them; they have no images.
+
+    Raises:
+        ConfigError: for a file that is none of ids, or has one that no text has.
+    """
+    parts = [_open(file, cfg, tokenizer, vision) for file in files]
+    return parts[0] if len(parts) == 1 else Joined(path, parts)
+
+
+def _open(file: Path, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None) -> Flat:
+    ids = _array(file, cfg.bin_type)
+    if ids.nbytes < _INDEXED:
+        return mapped(str(file), ids, _scan(file, ids, tokenizer, vision), tokenizer.border)
+    # All that the table depends on; a file that has changed has another time.
+    stat = file.stat()
+    known: list[Any] = [_INDEX_FORMAT, str(file.resolve()), stat.st_size, stat.st_mtime_ns, ids.dtype.str]
+    known += [tokenizer.size, tokenizer.border, vision.image_token_id if vision else None]
+    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
+    index = Path(cfg.prepared) / f"{file.name[-40:]}-{digest}.npy"
+    if not index.exists():
+        _write(index, _scan(file, ids, tokenizer, vision))
+    return mapped(str(file), ids, _read(index), tokenizer.border)
+
+
+def _array(file: Path, bin_type: str) -> np.ndarray:
+    """Map the ids of a file."""
+    try:
+        if file.suffix == ".npy":
+            ids = np.load(file, mmap_mode="r", allow_pickle=False)
+        elif size := file.stat().st_size:
+            width = np.dtype(bin_type).itemsize
+            if size % width:
+                raise ConfigError(f"{file} has {size:,} bytes, no whole number of {bin_type}: it is truncated")
+            ids = np.memmap(file, bin_type, mode="r")
+        else:
+            ids = np.zeros(0, bin_type)
+    except (ValueError, OSError, EOFError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file} is no array of ids: {error}") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ConfigError(f"{file} holds {ids.dtype}{list(ids.shape)}, expected one axis of integers")
+    return ids
+
+
+def _scan(file: Path, ids: np.ndarray, tokenizer: Tokenizer, vision: ModelConfig | None) -> np.ndarray:
+    """Read all ids once: check them, and return the `TABLE` of the documents between their borders."""
+    borders = [np.array([-1])]
+    for first in range(0, len(ids), _CHUNK):
+        some = ids[first : first + _CHUNK]
+        low, high = some.min(), some.max()
+        if low < 0 or high >= tokenizer.size:
+            at = first + int(np.argmax((some < 0) | (some >= tokenizer.size)))
+            raise ConfigError(
+                f"{file}: id {ids[at]} at position {at:,} is outside the tokenizer's {tokenizer.size} ids; is "
+                "data.tokenizer the one it was made with, and data.bin_type right?"
+            )
+        if vision and (some == vision.image_token_id).any():
+            at = first + int(np.argmax(some == vision.image_token_id))
+            raise ConfigError(f"{file}: position {at:,} has model.image_token_id, but files of ids have no images")
+        borders.append(first + np.flatnonzero(some == tokenizer.border))
+    edges = np.concatenate([*borders, [len(ids)]]).astype(np.int64)
+    starts, ends = edges[:-1] + 1, edges[1:]
+    some = ends > starts
+    return table_of(starts[some], ends[some], numbered_keys(f"{file.name}:", starts[some]))
+
+
+def numbered_keys(prefix: str, numbers: np.ndarray) -> np.ndarray:
+    """Return crc32 of f"{prefix}{number}" for every number (int64, not negative), without a string for each.
+
+    The CRC of texts of one length is affine in their bits: it is that of the text with zeros for digits, xor what
+    each group of digits changes, which depends only on the digits and on how many follow them.
+    """
+    digits = np.searchsorted(10 ** np.arange(1, 19), numbers, side="right") + 1
+    keys = np.array([zlib.crc32(f"{prefix}{'0' * n}".encode()) for n in range(20)], np.uint32)[digits]
+    for after in range(0, int(digits.max(initial=0)), _DIGITS):
+        numbers, group = np.divmod(numbers, 10**_DIGITS)
+        keys ^= _changes(after)[group]
+    return keys
+
+
+@functools.cache
+def _changes(after: int) -> np.ndarray:
+    """Return what `_DIGITS` digits, by their value, change in a CRC against zeros, with so many digits after them."""
+    texts = (f"{value:0{_DIGITS}}{'0' * after}".encode() for value in range(10**_DIGITS))
+    codes = np.array([zlib.crc32(text) for text in texts], np.uint32)
+    return codes ^ codes[0]
+
+
+def _write(index: Path, table: np.ndarray) -> None:
+    """Write a table, which is there whole or not at all; several processes may do it at once.
+
+    Raises:
+        ConfigError: if the folder cannot be written to.
+    """
+    new = index.with_name(f"{index.name}.{uuid.uuid4().hex}.new")
+    try:
+        index.parent.mkdir(parents=True, exist_ok=True)
+        with new.open("wb") as file:
+            np.save(file, table)
+        new.replace(index)
+    except OSError as error:
+        raise ConfigError(
+            f"data.prepared = {str(index.parent)!r}: cannot write the index of a file of ids there ({error}); "
+            "choose a folder that can be written to"
+        ) from error
+
+
+def _read(index: Path) -> np.ndarray:
+    """Map the table of a file of ids."""
+    try:
+        table = np.load(index, mmap_mode="r", allow_pickle=False)
+        if table.dtype != TABLE or table.ndim != 1:
+            raise ValueError(f"it holds {table.dtype}{list(table.shape)}, expected {TABLE}")
+        return table
+    except (ValueError, OSError, EOFError) as error:
+        raise ConfigError(f"{index}, the index of a file of ids, is damaged ({error}): delete it") from error
