@@ -52,7 +52,7 @@ class DataConfig(Section):
     on_error: Literal["raise", "skip"] = "raise"
     """What a bad record does (invalid UTF-8 or JSON, no text): end the run at its start, or be skipped and counted."""
     prepared: str = "prepared"
-    """Folder where `python -m dsv4_jax data CONFIG` puts tokens, and where training finds them."""
+    """Folder of the tokens that `python -m dsv4_jax data CONFIG` makes, and of the indexes of large files of ids."""
     seq_len: int = 512
     """Positions S of a row, in tokens."""
     batch_size: int = 4
