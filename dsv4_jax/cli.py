@@ -39,12 +39,13 @@ def exit_on_error(command: Callable[[], None]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def train(arguments: Sequence[str] | None = None) -> None:
-    """`train.py CONFIG [--section.key value ...]`."""
+def train(arguments: Sequence[str] | None = None, command_name: str = "train.py") -> None:
+    """`train.py CONFIG [--section.key value ...]`, or `dsv4 train CONFIG ...`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or arguments[0].startswith("-"):
         print(
-            "usage: train.py CONFIG [--section.key value ...]; train.py CONFIG --help lists the keys", file=sys.stderr
+            f"usage: {command_name} CONFIG [--section.key value ...]; {command_name} CONFIG --help lists the keys",
+            file=sys.stderr,
         )
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
 
@@ -58,16 +59,22 @@ def train(arguments: Sequence[str] | None = None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`python -m dsv4_jax COMMAND`."""
-    parser = argparse.ArgumentParser(prog="python -m dsv4_jax", description="Commands beside train.py.")
+    """`dsv4 COMMAND`, or `python -m dsv4_jax COMMAND`."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    name = Path(sys.argv[0]).name
+    name = "python -m dsv4_jax" if name == "__main__.py" else name
+    if arguments[:1] == ["train"]:
+        return train(arguments[1:], f"{name} train")
+    parser = argparse.ArgumentParser(prog=name, description="Train DeepSeek-V4, and what belongs to it.")
     commands = parser.add_subparsers(dest="command", required=True)
-    keys: dict[str, Any] = {"allow_abbrev": False, "epilog": "Other flags: --section.key value, as for train.py."}
+    keys: dict[str, Any] = {"allow_abbrev": False, "epilog": "Other flags: --section.key value, as for train."}
+    commands.add_parser("train", help="train CONFIG [--section.key value ...]; train CONFIG --help lists the keys")
     plan = commands.add_parser("plan", help="print a run's stages, layers, parameters and optimizer", **keys)
     plan.add_argument("--topology", help="also compile the step for this TPU slice, such as v5p:2x2x1")
     plan.add_argument("--stage", type=int, default=1, help="which stage of the run to describe (default 1)")
-    plan.add_argument("config", help="a configuration file")
+    plan.add_argument("config", help="a configuration file, or the name of a shipped one")
     data = commands.add_parser("data", help="tokenise a configuration's sources ahead, and describe them", **keys)
-    data.add_argument("config", help="a configuration file")
+    data.add_argument("config", help="a configuration file, or the name of a shipped one")
     sample = commands.add_parser("sample", help="continue a prompt with a trained model")
     sample.add_argument("run_dir", type=Path, help="folder of a run")
     sample.add_argument("prompt", help="text to continue")

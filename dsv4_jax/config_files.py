@@ -19,13 +19,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration that the Python file at `path` makes, with command-line overrides.
 
     Args:
-        path: a file that defines `config()`, which returns a `Config`.
+        path: a file that defines `config()`, which returns a `Config`; or the name of a shipped one, as `tiny_v41`.
         overrides: `--section.key value` pairs, typed like the fields; see `flags.with_flags`.
 
     Raises:
         ConfigError: for a file that does not give a `Config`, an unknown key (naming the nearest valid
             one), a value of the wrong type or one that breaks a rule.
     """
+    path = find_config(path)
     with deferred_rules():  # a flag may replace what breaks a rule
         config = made_by(path, "config")
         if not isinstance(config, Config):
@@ -38,18 +39,34 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def find_config(path: str | Path) -> Path:
+    """Return the configuration file at `path`, or the shipped one of that name.
+
+    Raises:
+        ConfigError: if there is neither; it lists the shipped names.
+    """
+    if Path(path).is_file():
+        return Path(path)
+    package = Path(__file__).parent  # an installed one holds the folder, which lies beside it in a checkout
+    folder = next((f for f in (package / "configs", package.parent / "configs") if f.is_dir()), package)
+    shipped = {file.stem: file for file in sorted(folder.glob("*.py"))}
+    if str(path) in shipped:
+        return shipped[str(path)]
+    raise ConfigError(f"there is no configuration file {path}; the shipped ones are {', '.join(shipped)}")
+
+
 def made_by(path: str | Path, function: str) -> Any:
     """What the function of that name in the Python file at `path` returns.
 
     Raises:
         ConfigError: naming the file, if there is none, or it fails.
     """
+    if not Path(path).is_file():
+        raise ConfigError(f"there is no file {path}")
     try:
         return runpy.run_path(str(path))[function]()
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file {path}") from None
     except TypeError as error:
         unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
         sections = {c.__name__: c for c in (ModelConfig, *Section.__subclasses__())}

@@ -63,30 +63,24 @@ def start_devices(cpu_devices: int = 0, distributed: str = "", deterministic: bo
             raise ConfigError(f"train.distributed = {distributed!r}: {error}") from error
 
 
-def use_mesh(data: int, expert: int, context: int, again: bool = False) -> None:
-    """Sets the mesh of a run on all devices, or keeps an equal one that has been set.
+def use_mesh(data: int, expert: int, context: int) -> None:
+    """Set the mesh of a run, or of a stage, on all devices, in place of another one.
 
-    Args:
-        data: devices along the axis, as the following two.
-        expert: devices.
-        context: devices.
-        again: set it in place of another one, for a stage that has its own.
+    Arrays of an earlier run keep the mesh that they were made on.
 
     Raises:
-        ConfigError: if the product is not the number of devices, or another mesh has been set.
+        ConfigError: if the product is not the number of devices.
     """
-    shape = dict(zip(AXES, (data, expert, context), strict=True))
     found = jax.sharding.get_abstract_mesh()
-    if not found.empty:
-        if dict(found.shape) == shape:
-            return
-        if not again:
-            raise ConfigError(f"the mesh that is set is {dict(found.shape)}, the configuration's is {shape}")
+    if not found.empty and dict(found.shape) == dict(zip(AXES, (data, expert, context), strict=True)):
+        return
     need, count = data * expert * context, jax.device_count()
     if need != count:
+        platform = jax.devices()[0].platform
+        restart = "; JAX starts its devices once: another train.cpu_devices needs a new process" * (platform == "cpu")
         raise ConfigError(
             f"mesh.data x mesh.expert x mesh.context = {data} x {expert} x {context} = {need}, "
-            f"but there are {count} devices ({jax.devices()[0].platform})"
+            f"but there are {count} devices ({platform}){restart}"
         )
     jax.set_mesh(make_mesh(data, expert, context))
 

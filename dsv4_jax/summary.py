@@ -16,6 +16,7 @@ from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import structure
 from dsv4_jax.optim.groups import block_count, group_leaves
 from dsv4_jax.stages import Leg
+from dsv4_jax.train.draft import anchor_count
 from dsv4_jax.train.state import (
     abstract_batch,
     abstract_model,
@@ -25,7 +26,7 @@ from dsv4_jax.train.state import (
     schedule,
     split_trained,
 )
-from dsv4_jax.train.step import denominators, make_objective
+from dsv4_jax.train.step import denominators, drafts, make_objective
 
 
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int]:
@@ -193,9 +194,15 @@ def describe_activations(cfg: Config) -> list[str]:
         shape, place = (*batch["ids"].shape, len(model.engram_layer_ids), columns), batch["ids"].sharding
         place = place.update(spec=act_spec(4))
         batch["engram_rows"] = jax.ShapeDtypeStruct(shape, "int32", sharding=place)
+    slots = None
+    if cfg.train.stage == "draft":  # anchors, which the step draws
+        place, slots = batch["ids"].sharding, drafts(cfg)
+        batch["anchors"] = jax.ShapeDtypeStruct((len(batch["ids"]), anchor_count(cfg)), "int32", sharding=place)
 
     def residuals(trained: nnx.State, others: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array]):
-        return jax.vjp(lambda p: objective(p, others, buffers, batch, denominators(batch)), trained, has_aux=True)[1]
+        return jax.vjp(
+            lambda p: objective(p, others, buffers, batch, denominators(batch, slots)), trained, has_aux=True
+        )[1]
 
     program = jax.make_jaxpr(residuals)(*split_trained(cfg, state.params), state.buffers, batch).jaxpr
     kept = {v: v.aval for v in program.outvars if not isinstance(v, jex.core.Literal)}

@@ -50,8 +50,11 @@ _RUNS_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_p
 _CPU_STEP = QUICK_CPU
 
 
-def run(cfg: Config, console: Console | None = None) -> None:
+def run(cfg: Config, console: Console | None = None) -> TrainState:
     """Trains to `cfg.steps`, from the newest usable checkpoint of the run directory if there is one.
+
+    Returns:
+        The state at the end.
 
     Raises:
         ConfigError: if the text or the run directory does not fit the configuration; before any
@@ -87,9 +90,10 @@ def run(cfg: Config, console: Console | None = None) -> None:
         state = trainer.start()
         if int(state.step) >= cfg.steps:
             console.print("the run is finished; raise train.steps to continue it")
-            return
+            return state
         state = trainer.train(state)
     _report(cfg, state, trainer.held_out, trainer.evaluation, data[-1], console)
+    return state
 
 
 class _Spike(Exception):
@@ -146,7 +150,7 @@ class _Trainer:
         """The newest usable checkpoint's state, and the configuration that it was saved with; sets the history."""
 
         def abstract(step: int, host: dict[str, Any]) -> TrainState:
-            use_mesh(*dataclasses.astuple(self.cfg.leg(step).cfg.mesh), again=True)
+            use_mesh(*dataclasses.astuple(self.cfg.leg(step).cfg.mesh))
             history = History.of(host)
             routes = abstract_routes(self.cfg.model, len(history.routed), tuple(history.routes))
             return dataclasses.replace(abstract_state(self.cfg), routes=routes)

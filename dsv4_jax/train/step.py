@@ -217,7 +217,7 @@ def make_objective(cfg: Config) -> Callable[..., tuple[jax.Array, tuple[dict[str
     ) -> tuple[jax.Array, tuple[dict[str, jax.Array], jax.Array]]:
         model = nnx.merge(graphdef, trained, others, buffers)
         if cfg.train.stage == "draft":
-            decay = _drafts(cfg)[1]
+            decay = drafts(cfg)[1]
             found, load_LE = draft_losses(model, model_inputs(batch), batch["targets"], batch["anchors"], decay)
             found = {name: value / count["drafts"] for name, value in found.items()}
         else:
@@ -228,7 +228,7 @@ def make_objective(cfg: Config) -> Callable[..., tuple[jax.Array, tuple[dict[str
     return objective
 
 
-def _drafts(cfg: Config) -> tuple[int, float]:
+def drafts(cfg: Config) -> tuple[int, float]:
     """Slots of a draft and the decay of their weights."""
     n = cfg.model.dspark_block_size
     return n, cfg.loss.draft_decay or n
@@ -255,7 +255,7 @@ def make_train_step(
         if cfg.train.stage == "draft":
             key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
             batch = batch | {"anchors": choose_anchors(batch["targets"], key, anchor_count(cfg))}
-        count = denominators(batch, _drafts(cfg) if cfg.train.stage == "draft" else None)
+        count = denominators(batch, drafts(cfg) if cfg.train.stage == "draft" else None)
         trained, others = split_trained(cfg, state.params)
 
         def part(batch: dict[str, jax.Array]):
