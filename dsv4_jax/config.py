@@ -48,7 +48,7 @@ class DataConfig(Section):
     border: str = ""
     """Token between documents, as the tokenizer writes it; with bytes it is 256."""
     bin_type: Literal["uint16", "uint32"] = "uint16"
-    """Type of the ids in .bin files."""
+    """Type of the ids in .bin files, which may begin with llm.c's header."""
     on_error: Literal["raise", "skip"] = "raise"
     """What a bad record does (invalid UTF-8 or JSON, no text): end the run at its start, or be skipped and counted."""
     prepared: str = "prepared"

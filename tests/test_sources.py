@@ -92,6 +92,23 @@ def test_a_single_text_file_is_cut_at_line_ends(tmp_path):
     assert all(p.endswith(b"\n") and len(p) < 2**15 for p in parts)
 
 
+def test_the_header_of_llm_c_is_no_text(tmp_path):
+    """Its numbers were ids to a tokenizer that is large enough."""
+    file, ids = tmp_path / "a.bin", np.array([256, 1, 2, 256, 3])
+    for kind, magic, version in (("uint16", 20240520, 1), ("uint32", 20240801, 7)):
+        header = np.zeros(256, np.int32)
+        header[:3] = magic, version, len(ids)
+        whole = header.tobytes() + ids.astype(kind).tobytes()
+        file.write_bytes(whole)
+        source = open_source(str(file), DataConfig(bin_type=kind), Bytes())
+        assert documents(source) == [[256, 1, 2, 256], [256, 3, 256]]
+        other = "uint32" if kind == "uint16" else "uint16"
+        assert f"set it to {kind}" in refusal(file, bin_type=other)
+        for cut in (len(whole) - 4, 1000, 4):
+            file.write_bytes(whole[:cut])
+            assert "truncated" in refusal(file, bin_type=kind)
+
+
 def config(path, tmp_path, **changes):
     fields = {"path": str(path), "prepared": str(tmp_path / "prepared"), "seq_len": 64} | changes
     return Config(model=small_config(vocab_size=600), data=DataConfig(**fields), train=TrainConfig(steps=200))

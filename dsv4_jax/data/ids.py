@@ -25,6 +25,8 @@ from dsv4_jax.validate import ConfigError
 TABLE = np.dtype([("start", "<i8"), ("end", "<i8"), ("key", "<u4")])
 _INDEX_FORMAT = 1
 _INDEXED = 1 << 26  # bytes of a file of ids from which its table is kept; less is scanned in a tenth of a second
+_HEADERS = {20240520: "uint16", 20240801: "uint32"}  # llm.c's `.bin` files begin with one of these
+_HEADER = 256  # int32 of such a header; the third is the number of ids
 _CHUNK = 1 << 24  # ids that are scanned together
 _DIGITS = 4  # decimal digits that are hashed by one look-up
 
@@ -135,10 +137,10 @@ def _array(file: Path, bin_type: str) -> np.ndarray:
         if file.suffix == ".npy":
             ids = np.load(file, mmap_mode="r", allow_pickle=False)
         elif size := file.stat().st_size:
-            width = np.dtype(bin_type).itemsize
+            width, offset = np.dtype(bin_type).itemsize, _header(file, size, bin_type)
             if size % width:
                 raise ConfigError(f"{file} has {size:,} bytes, no whole number of {bin_type}: it is truncated")
-            ids = np.memmap(file, bin_type, mode="r")
+            ids = np.memmap(file, bin_type, mode="r", offset=offset) if size > offset else np.zeros(0, bin_type)
         else:
             ids = np.zeros(0, bin_type)
     except (ValueError, OSError, EOFError) as error:
@@ -148,6 +150,20 @@ def _array(file: Path, bin_type: str) -> np.ndarray:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ConfigError(f"{file} holds {ids.dtype}{list(ids.shape)}, expected one axis of integers")
     return ids
+
+
+def _header(file: Path, size: int, bin_type: str) -> int:
+    """Return the bytes before the ids of a `.bin` file: those of llm.c's header if it has one, else 0."""
+    header, offset = np.fromfile(file, "<i4", _HEADER), 4 * _HEADER
+    kind = _HEADERS.get(int(header[0])) if header.size else None
+    if kind is None:
+        return 0
+    if kind != bin_type:
+        raise ConfigError(f"{file} has llm.c's header of {kind} ids, but data.bin_type is {bin_type}: set it to {kind}")
+    expected = offset + (int(header[2]) * np.dtype(kind).itemsize if header.size == _HEADER else 0)
+    if size != expected:
+        raise ConfigError(f"{file} has {size:,} bytes, but by its header {expected:,}: it is truncated or replaced")
+    return offset
 
 
 def _scan(file: Path, ids: np.ndarray, tokenizer: Tokenizer, vision: ModelConfig | None) -> np.ndarray:
