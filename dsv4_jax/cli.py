@@ -8,7 +8,6 @@ is saved.
 
 import argparse
 import importlib.util
-import json
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_jax.config import Config
-from dsv4_jax.config_files import config_from_json, load_config, made_by
+from dsv4_jax.config_files import config_from_json, load_config, made_by, read_config
 from dsv4_jax.validate import ConfigError, RunError
 
 
@@ -162,7 +161,7 @@ def _sample(args: argparse.Namespace) -> None:
     path = args.run_dir / "config.json"
     if not path.exists():
         raise ConfigError(f"{args.run_dir} is not a run directory: it has no config.json")
-    config: Config = config_from_json(json.loads(path.read_text()))
+    config: Config = config_from_json(read_config(path))
     from dsv4_jax.data.tokenizer import load_tokenizer
     from dsv4_jax.sample import sample
     from dsv4_jax.train.checkpoint import load_model

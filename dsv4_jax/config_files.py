@@ -2,6 +2,7 @@
 """A run's configuration from a Python file with command-line flags, and from a run's config.json."""
 
 import dataclasses
+import json
 import re
 import runpy
 import typing
@@ -79,20 +80,46 @@ def made_by(path: str | Path, function: str) -> Any:
         raise ConfigError(f"{path}: {type(error).__name__}: {error}") from error
 
 
-def config_from_json(tree: dict[str, Any]) -> Config:
-    """The configuration that a run directory's config.json holds.
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a run directory's config.json.
 
     Raises:
-        ConfigError: if a field is unknown, missing or unusable.
+        ConfigError: if it is not a JSON object.
     """
-    return _from_json(Config, tree, "config.json")
+    try:
+        tree = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a JSON object, found {type(tree).__name__}")
+    return tree
+
+
+def config_from_json(tree: dict[str, Any]) -> Config:
+    """Make the configuration of a run's config.json, which an older version may have written.
+
+    A missing key has its default. A key that is not known any more is left out, except one of the model, whose weights
+    may mean nothing without it. The rules are not checked: the run kept to those of the version that wrote it.
+
+    Raises:
+        ConfigError: if a key of the model is unknown, or a value is missing or has another type.
+    """
+    with deferred_rules():
+        return _from_json(Config, tree, "config.json")
 
 
 def _from_json(cls: type[Any], tree: dict[str, Any], where: str) -> Any:
     values: dict[str, Any] = {}
     hints = typing.get_type_hints(cls)
     for key, value in tree.items():
-        if dataclasses.is_dataclass(hints.get(key)):
+        if key not in hints:
+            if cls is ModelConfig:
+                raise ConfigError(
+                    f"model.{key} = {value!r} in config.json is no key of this version{nearest(key, hints)}; use the "
+                    "version that wrote it or, if the model is the same without the key, delete it there"
+                )
+            continue
+        if dataclasses.is_dataclass(hints[key]):
             value = _from_json(hints[key], value, f"{key} of {where}")
         elif key == "stages":
             value = tuple(_from_json(Stage, stage, f"{key} of {where}") for stage in value)

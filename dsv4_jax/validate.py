@@ -99,7 +99,8 @@ def from_fields(cls: type[Any], values: dict[str, Any], where: str) -> Any:
     for key in values:
         if key not in fields:
             raise ConfigError(f"unknown field {key!r} in {where}{nearest(key, fields)}")
-    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
+    none = dataclasses.MISSING
+    missing = [n for n, f in fields.items() if f.default is none is f.default_factory and n not in values]
     if missing:
         raise ConfigError(f"{where} lacks {', '.join(missing)}")
     return cls(**values)

@@ -37,7 +37,7 @@ from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
 from dsv4_jax.train.feed import Data, put_batch, read_data, streams
 from dsv4_jax.train.metrics import Display, MetricsWriter
 from dsv4_jax.train.profile import Profile
-from dsv4_jax.train.run_dir import History, changes, claim, resolved, write_events
+from dsv4_jax.train.run_dir import History, RunLock, changes, check_model, resolved, write_config, write_events
 from dsv4_jax.train.signals import stop_signals
 from dsv4_jax.train.spikes import spike
 from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, init_state, split_trained
@@ -63,6 +63,17 @@ def run(cfg: Config, console: Console | None = None) -> TrainState:
         SystemExit: after SIGTERM or Ctrl-C, once the state has been saved.
     """
     console = console or Console(highlight=False, markup=False, soft_wrap=True)
+    run_dir = Path(cfg.train.run_dir)
+    lock = RunLock(run_dir)
+    if run_dir.exists() and not cfg.train.distributed:
+        lock.take()  # before anything else costs time; of several processes the first one is not known yet
+    try:
+        _run(cfg, console, lock)
+    finally:
+        lock.release()
+
+
+def _run(cfg: Config, console: Console, lock: RunLock) -> None:
     run_dir, timing = Path(cfg.train.run_dir), Timing()
     data = read_data(cfg)
     if cfg.model.engram_layer_ids and token_map(cfg.model) is None:
@@ -71,6 +82,7 @@ def run(cfg: Config, console: Console | None = None) -> TrainState:
             "model.engram_token_map: the tokenizer.json or the .npy that gives so many numbers"
         )
     start_devices(cfg.train.cpu_devices, cfg.train.distributed, cfg.train.deterministic)
+    lock.take_first()
     with Checkpoints(run_dir / "checkpoints", cfg.train.keep, cfg.train.keep_every) as checkpoints:
         leg = cfg.leg(checkpoints.latest() or 0)
         use_mesh(*dataclasses.astuple(leg.cfg.mesh))
@@ -78,7 +90,7 @@ def run(cfg: Config, console: Console | None = None) -> TrainState:
             console = Console(quiet=True)
         for part in cfg.legs:
             split_trained(part.cfg, nnx.state(abstract_model(part.cfg), nnx.Param))  # each trains something
-        claim(cfg, run_dir)
+        check_model(cfg, run_dir)
         objective, (optimizer, _) = describe_objective(objective_weights(leg.cfg)), describe_optimizer(leg.cfg)
         for line in [*describe_model(leg.cfg.model), objective, optimizer, data[leg.number].line]:
             console.print(line)
@@ -88,6 +100,7 @@ def run(cfg: Config, console: Console | None = None) -> TrainState:
             console.print(*describe_placement(cfg, leg), sep="\n")
         trainer = _Trainer(cfg, data, checkpoints, console, timing)
         state = trainer.start()
+        write_config(cfg, run_dir)
         if int(state.step) >= cfg.steps:
             console.print("the run is finished; raise train.steps to continue it")
             return state
@@ -136,7 +149,7 @@ class _Trainer:
         if found := self.restored():
             state, before = found
             self.console.print(f"resumed     {run_dir} at step {int(state.step)}")
-            for line in changes(before, resolved(cfg)):
+            for line in changes(before, cfg):
                 self.console.print(f"changed     {line}")
             return state
         state = jax.jit(lambda: init_state(cfg), compiler_options=_RUNS_ONCE)()

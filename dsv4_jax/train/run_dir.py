@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run keeps beside its arrays: its folder's config.json and events.jsonl, and the history in a checkpoint."""
+"""What a run keeps beside its arrays: its folder's lock, config.json and events.jsonl; the history in a checkpoint."""
 
 import dataclasses
+import fcntl
 import json
+import os
+import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from dsv4_jax.config import Config
+from dsv4_jax.config_files import config_from_json, read_config
 from dsv4_jax.data.packing import START
 from dsv4_jax.stages import RUNTIME, Leg
 from dsv4_jax.train.spikes import Recent
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.validate import ConfigError, RunError
 
 
 @dataclasses.dataclass
@@ -69,36 +75,123 @@ def resolved(cfg: Config) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(cfg)))
 
 
-def changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Keys whose values differ, but for where and how long."""
+def changes(before: dict[str, Any], cfg: Config) -> list[str]:
+    """List the keys whose values differ from a saved configuration, except `train.run_dir` and `train.steps`."""
+    known = resolved(config_from_json(before))
+    return _differences(known, resolved(cfg)) + _removed(before, known)
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
     found = []
     for name, value in now.items():
-        key, old = prefix + name, before.get(name)
-        if isinstance(value, dict) and isinstance(old, dict) and key != "data.mixture":
-            found += changes(old, value, key + ".")
+        key, old = prefix + name, before[name]
+        if isinstance(value, dict) and key != "data.mixture":
+            found += _differences(old, value, key + ".")
         elif old != value and key not in ("train.run_dir", "train.steps"):
             found.append(f"{key}: {old!r} before, {value!r} now")
     return found
 
 
-def claim(cfg: Config, run_dir: Path) -> None:
-    """Writes config.json into the run directory, or refuses one that holds another model's run."""
+def _removed(before: dict[str, Any], known: dict[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for name, value in before.items():
+        if name not in known:
+            found.append(f"{prefix}{name}: {value!r} before, no key of this version")
+        elif isinstance(known[name], dict) and prefix + name != "data.mixture":
+            found += _removed(value, known[name], f"{prefix}{name}.")
+    return found
+
+
+def check_model(cfg: Config, run_dir: Path) -> None:
+    """Refuse a run directory whose config.json is of another model; changes nothing.
+
+    Raises:
+        ConfigError: with the keys that differ.
+    """
     path = run_dir / "config.json"
-    now = resolved(cfg)
-    if path.exists():
-        before = json.loads(path.read_text())["model"]
-        changed = [
-            f"model.{key}: {before.get(key)!r} there, {value!r} here"
-            for key, value in now["model"].items()
-            if before.get(key) != value and key not in RUNTIME
-        ]
-        if changed:
-            raise ConfigError(
-                "\n  ".join([f"{run_dir} holds another model's run; choose another train.run_dir or undo", *changed])
-            )
+    if not path.exists():
+        return
+    before, now = resolved(config_from_json(read_config(path)))["model"], resolved(cfg)["model"]
+    changed = [
+        f"model.{key}: {before[key]!r} there, {value!r} here"
+        for key, value in now.items()
+        if before[key] != value and key not in RUNTIME
+    ]
+    if changed:
+        raise ConfigError(
+            "\n  ".join([f"{run_dir} holds another model's run; choose another train.run_dir or undo", *changed])
+        )
+
+
+def write_config(cfg: Config, run_dir: Path) -> None:
+    """Write config.json into the run directory: of a resumed run, once its checkpoint fits."""
     if jax.process_index() == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
-        _write(path, json.dumps(now, indent=2) + "\n")
+        _write(run_dir / "config.json", json.dumps(resolved(cfg), indent=2) + "\n")
+
+
+class RunLock:
+    """Keep other processes out of a run directory, by a lock on its file `lock`, which names the holder.
+
+    The operating system frees the lock of a process that has ended, in whatever way. Of a run's several processes the
+    first holds it.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._path = run_dir / "lock"
+        self._file: TextIO | None = None
+
+    def take(self) -> None:
+        """Take the lock, unless this object holds it already.
+
+        Raises:
+            RunError: at once if another process holds it, with its host and process id, or if the file system cannot
+                lock files.
+        """
+        while self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = self._path.open("a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                file.seek(0)
+                holder = file.read().strip() or "another process"
+                file.close()
+                if not isinstance(error, BlockingIOError):
+                    raise RunError(
+                        f"{self._path} cannot be locked: {error}; put train.run_dir on a file system that locks files"
+                    ) from None
+                raise RunError(
+                    f"{self._path.parent} is in use by {holder}: wait until it has ended, or choose another "
+                    "train.run_dir"
+                ) from None
+            if self._path.exists() and os.path.samestat(os.fstat(file.fileno()), self._path.stat()):
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                file.flush()
+                self._file = file
+            else:
+                file.close()  # the process that held it has deleted it meanwhile
+
+    def take_first(self) -> None:
+        """Take the lock in the first of a run's processes; all of them must call this, and all raise together."""
+        refused: RunError | None = None
+        try:
+            if jax.process_index() == 0:
+                self.take()
+        except RunError as error:
+            refused = error
+        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(np.bool_(refused is not None)):
+            refused = refused or RunError(f"process 0 could not lock {self._path}")
+        if refused:
+            raise refused
+
+    def release(self) -> None:
+        """Free the lock, if this object holds it, and delete its file."""
+        if self._file is not None:
+            self._path.unlink(missing_ok=True)
+            self._file.close()
+            self._file = None
 
 
 def write_events(run_dir: Path, events: list[dict[str, Any]]) -> None:

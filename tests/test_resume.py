@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a command does to a run directory that holds a run already: refuse it unchanged, or go on from there."""
+
+import dataclasses
+import errno
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from runs import SMALL, metrics, small, train
+
+import dsv4_jax as ds
+from dsv4_jax.config_files import config_from_json
+from dsv4_jax.train import manifests
+from dsv4_jax.train import run_dir as run_dir_module
+from dsv4_jax.train.run_dir import RunLock
+
+pytestmark = pytest.mark.usefixtures("cheap_compilation")
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, tmp_path_factory):
+    """The directory of a finished run of eight steps."""
+    run_dir = tmp_path_factory.mktemp("finished")
+    train(small(corpus, run_dir))
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path):
+    """A copy of it."""
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def edit_config(run_dir, change):
+    """Changes the configuration as config.json and every checkpoint hold it."""
+    path = run_dir / "config.json"
+    tree = json.loads(path.read_text())
+    change(tree)
+    path.write_text(json.dumps(tree))
+    for folder in (run_dir / "checkpoints").iterdir():
+        manifest = manifests.read(folder)
+        change(manifest["host"]["config"])
+        (folder / manifests.NAME).write_bytes(manifests._render(manifest))
+
+
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("optim.name", "deepseek_v4", "state of another configuration"),
+        ("model.dim", 32, r"model\.dim: 16 there, 32 here"),
+        ("data.path", "nowhere", "nowhere"),
+        ("train.frozen", "nonsense", "matches no parameter"),
+    ],
+)
+def test_a_refused_command_changes_no_file(run_dir, corpus, key, value, words):
+    before = content(run_dir)
+    with pytest.raises(ds.ConfigError, match=words):
+        train(small(corpus, run_dir, steps=9).replace({key: value}))
+    assert content(run_dir) == before
+
+
+def test_a_key_that_an_older_version_did_not_have_has_its_default(run_dir, corpus, finished):
+    """Deleted from config.json and from the checkpoints, as before an upgrade: the run goes on, and nothing changed."""
+
+    def forget(tree):
+        del tree["model"]["query_norm"], tree["data"]["mixture"], tree["optim"]["tau"], tree["train"]["keep"]
+        del tree["spikes"]
+
+    edit_config(run_dir, forget)
+    tree = json.loads((run_dir / "config.json").read_text())
+    assert config_from_json(tree) == small(corpus, finished)
+    said = train(small(corpus, run_dir, steps=9))
+    assert "resumed" in said and "changed" not in said
+    assert [line["step"] for line in metrics(run_dir)] == list(range(1, 10))
+    with pytest.raises(ds.ConfigError, match=r"model\.query_norm: True there, False here"):
+        train(small(corpus, run_dir, steps=9).replace({"model": dataclasses.replace(SMALL, query_norm=False)}))
+
+
+def test_a_key_that_this_version_does_not_have(run_dir, corpus):
+    """One of the model is refused by name, since the weights may need it; another is only said."""
+    edit_config(run_dir, lambda tree: tree["train"].update(tempo=3))
+    assert "train.tempo: 3 before, no key of this version" in train(small(corpus, run_dir, steps=9))
+    edit_config(run_dir, lambda tree: tree["model"].update(query_norms=2))
+    with pytest.raises(ds.ConfigError, match=r"model.query_norms = 2 .* no key of this version.*'query_norm'"):
+        train(small(corpus, run_dir, steps=9))
+
+
+HOLDER = "import sys; from pathlib import Path; from dsv4_jax.train.run_dir import RunLock; "
+HOLDER += "lock = RunLock(Path(sys.argv[1])); lock.take(); print('taken', flush=True); sys.stdin.read()"
+
+
+def test_a_second_process_is_refused_at_once(run_dir, corpus):
+    """By name, and nothing changes; the lock of a process that was killed does not count."""
+    command = [sys.executable, "-c", HOLDER, str(run_dir)]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert holder.stdout.readline() == "taken\n"
+        before = content(run_dir)
+        with pytest.raises(ds.RunError, match=f"in use by process {holder.pid} on {socket.gethostname()}"):
+            train(small(corpus, run_dir, steps=9))
+        assert content(run_dir) == before
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert holder.returncode == -signal.SIGKILL and (run_dir / "lock").exists()
+    assert "resumed" in train(small(corpus, run_dir, steps=9))
+    assert not (run_dir / "lock").exists()
+
+
+def test_one_process_may_hold_several_runs_but_each_once(tmp_path, monkeypatch):
+    one, two, again = RunLock(tmp_path / "one"), RunLock(tmp_path / "two"), RunLock(tmp_path / "one")
+    one.take()
+    one.take()
+    two.take()
+    with pytest.raises(ds.RunError, match="in use by process"):
+        again.take()
+    one.release()
+    again.take()
+    again.release()
+    two.release()
+
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(run_dir_module.fcntl, "flock", refuse)
+    with pytest.raises(ds.RunError, match="file system that locks files"):
+        one.take()
