@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a run: one tree of frozen dataclasses, whose stages change it at token counts."""
 
+import copy
 import dataclasses
 import functools
 import re
@@ -270,7 +271,7 @@ class TrainConfig(Section):
     checkpoint_every: int = 100
     """Steps between checkpoints; there is one at the end too."""
     keep: int = 2
-    """Newest checkpoints to keep."""
+    """Newest checkpoints to keep; one from before the decay of the learning rate stays too."""
     keep_every: int = 0
     """Checkpoints at multiples of so many steps are kept for ever; 0: none."""
     bad_steps: int = 10
@@ -334,6 +335,15 @@ class Config(Section):
     def legs(self) -> tuple[Leg, ...]:
         """The stages, resolved; of a run without stages one, the whole run."""
         return legs(self)
+
+    def after(self, done: tuple[tuple[int, int], ...]) -> "Config":
+        """Return a copy whose stages go on from steps that are done: (steps, tokens), as `Clock.until` lists them.
+
+        Without it every step counts as one of today's batches. `replace` takes it back.
+        """
+        other = copy.copy(self)
+        other.__dict__["legs"] = legs(self, done)
+        return other
 
     @property
     def steps(self) -> int:

@@ -54,6 +54,16 @@ class Leg(NamedTuple):
     last: int
     clock: Clock
 
+    @property
+    def planned(self) -> int:
+        """Tokens that the data of the stage are planned for: up to its end, by the batch of its first step.
+
+        Another batch after that leaves them alone, so that a position in the data still means the same row.
+        """
+        seen = self.clock.tokens(self.first)
+        size = self.clock.tokens(self.first + 1) - seen
+        return -(-(self.stage.until - seen) // size) * size
+
 
 _CHANGEABLE = re.compile(
     rf"data\.(seq_len|batch_size|path|mixture|row_patches|row_images)|model\.({'|'.join(sorted(RUNTIME))})|loss\.\w+"
@@ -76,10 +86,15 @@ def changeable(cfg: "Config") -> list[str]:
     return [key for key in keys(cfg) if _CHANGEABLE.fullmatch(key)]
 
 
-def legs(cfg: "Config") -> tuple[Leg, ...]:
-    """Resolve the stages; a run without stages is one stage."""
+def legs(cfg: "Config", done: tuple[tuple[int, int], ...] = ((0, 0),)) -> tuple[Leg, ...]:
+    """Resolve the stages; a run without stages is one stage.
+
+    Args:
+        cfg: the run.
+        done: (steps, tokens) of the steps that are done, whatever batch they had (`Clock`).
+    """
     if not cfg.stages:
-        clock = Clock(Stepwise(((0, cfg.data.batch_size * cfg.data.seq_len),)))
+        clock = Clock(Stepwise(((0, cfg.data.batch_size * cfg.data.seq_len),)), done)
         return (Leg(0, Stage(name="", until=clock.tokens(cfg.train.steps)), cfg, 0, cfg.train.steps, clock),)
     resolved = []
     part = cfg
@@ -96,8 +111,8 @@ def legs(cfg: "Config") -> tuple[Leg, ...]:
     if starts != sorted(set(starts)):
         raise ConfigError(f"the stages must end at ascending token counts above 0, found {starts[1:]}")
     sizes = (part.data.batch_size * part.data.seq_len for part in resolved)
-    clock = Clock(Stepwise(tuple(zip(starts, sizes, strict=False))))
-    steps = [first for first, _, _ in clock.segments] + [clock.steps(starts[-1])]
+    clock = Clock(Stepwise(tuple(zip(starts, sizes, strict=False))), done)
+    steps = [clock.steps(start) for start in starts]
     found = []
     for number, (stage, part) in enumerate(zip(cfg.stages, resolved, strict=True)):
         first, last = steps[number : number + 2]

@@ -10,14 +10,17 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT
 from runs import SMALL, metrics, small, train
 
 import dsv4_jax as ds
+from dsv4_jax.config import Stage
 from dsv4_jax.config_files import config_from_json
 from dsv4_jax.train import manifests
 from dsv4_jax.train import run_dir as run_dir_module
+from dsv4_jax.train.feed import read_data
 from dsv4_jax.train.run_dir import RunLock
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
@@ -136,3 +139,54 @@ def test_one_process_may_hold_several_runs_but_each_once(tmp_path, monkeypatch):
     monkeypatch.setattr(run_dir_module.fcntl, "flock", refuse)
     with pytest.raises(ds.RunError, match="file system that locks files"):
         one.take()
+
+
+def test_another_batch_changes_only_the_steps_to_come(corpus, tmp_path):
+    """50 steps of 2 x 64 tokens, then 4 x 64: the decay begins at 7,000 tokens, in the third of the new steps."""
+    cfg = small(corpus, tmp_path, steps=50, eval_every=50, eval_batches=1, checkpoint_every=50)
+    cfg = cfg.replace({"optim.decay_tokens": (7000, 12000), "optim.warmup_steps": 2, "optim.learning_rate": 1e-2})
+    train(cfg)
+    larger = cfg.replace({"data.batch_size": 4, "train.steps": 53})
+    said = train(larger)
+    assert "data.batch_size: 2 before, 4 now" in said and "learning rate" not in said and "other data" not in said
+    rates = [line["lr"] for line in metrics(tmp_path)]
+    ends = np.array([6400 + 256, 6400 + 512, 6400 + 768])
+    cosine = 0.5 * (1 + np.cos(np.pi * np.clip((ends - 7000) / 5000, 0, 1)))
+    assert rates[2:50] == [rates[49]] * 48 and rates[49] == pytest.approx(1e-2)
+    np.testing.assert_allclose(rates[50:], 3e-4 + (1e-2 - 3e-4) * cosine, rtol=1e-6)
+    assert rates[51] == pytest.approx(1e-2) and rates[52] < 0.999e-2
+    held = metrics(tmp_path)[-1]
+    train(larger.replace({"train.steps": 54}))
+    assert metrics(tmp_path)[52] == held  # resumed from a checkpoint of both batches
+
+
+def test_another_batch_leaves_stages_where_their_tokens_are(corpus, tmp_path):
+    """And the order of the data that the stage has begun to read."""
+    until = 6 * 128, 12 * 128, 14 * 128
+    stages = tuple(Stage(name=str(i), until=n, changes={}) for i, n in enumerate(until))
+    cfg = small(corpus, tmp_path).replace({"stages": stages, "train.steps": 0})
+    assert [(leg.first, leg.last) for leg in cfg.legs] == [(0, 6), (6, 12), (12, 14)]
+    larger = cfg.replace({"data.batch_size": 4})
+    after = larger.after(((0, 0), (3, 384)))
+    assert [(leg.first, leg.last) for leg in after.legs] == [(0, 5), (5, 8), (8, 9)]
+    assert [after.legs[0].clock.tokens(step) for step in (3, 5, 8, 9)] == [384, 896, 1664, 1920]
+    assert read_data(after)[0].identity == read_data(cfg)[0].identity != read_data(larger.after(((0, 0),)))[1].identity
+    train(cfg.replace({"train.steps": 3}))
+    said = train(larger.replace({"train.steps": 6}))
+    assert "resumed" in said and "other data" not in said
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["step"], event["event"]) for event in events] == [(0, "stage"), (5, "stage")]
+
+
+def test_longer_training_names_the_rate_it_goes_back_to(corpus, tmp_path):
+    """And the newest checkpoint from before the decay is still there, which a run without it can start from."""
+    cfg = small(corpus, tmp_path, keep=1, checkpoint_every=2).replace({"optim.decay_steps": 3})
+    train(cfg)
+    saved = tmp_path / "checkpoints"
+    assert {path.name for path in saved.iterdir()} == {"4", "8"}
+    shutil.copytree(tmp_path, tmp_path.with_name("other"))
+    longer = cfg.replace({"train.steps": 20})
+    said = train(longer.replace({"train.steps": 12}))
+    assert "changed     learning rate of step 9: 0.0003 before, 0.01 now" in said
+    assert {path.name for path in saved.iterdir()} == {"8", "12"}
+    assert "learning rate" not in train(longer.replace({"train.steps": 12}))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules in tokens: the published values, exact counts, and the same inside and outside of jit."""
 
+import itertools
 import re
 
 import jax
@@ -23,6 +24,24 @@ from dsv4_jax.optim.schedules import (
 from dsv4_jax.train.state import frozen, schedule
 
 T = 10**12
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 5)), min_size=1, max_size=5), st.integers(0, 40))
+def test_steps_that_are_done_keep_their_tokens(parts, stop):
+    """Whatever the batch was before and is now; and a run that stops and goes on has the clock of one that does not."""
+    starts = [0, *itertools.accumulate(length for length, _ in parts)]
+    batch = Stepwise(tuple(zip(starts, (size for _, size in parts), strict=False)))
+    clock, seen = Clock(), 0
+    for size in (3, 5, 2):
+        before = [clock.tokens(step) for step in range(stop + seen + 1)]
+        clock, seen = Clock(Stepwise(((0, size),)), clock.until(stop + seen)), stop + seen
+        assert [clock.tokens(step) for step in range(seen + 1)] == before
+        assert clock.tokens(seen + 7) == before[-1] + 7 * size and clock.steps(clock.tokens(seen + 7)) == seen + 7
+    assert Clock(batch, Clock(batch).until(stop)).segments == Clock(batch).segments
+    mixed = Clock(batch, Clock(Stepwise(((0, 7),))).until(stop))
+    for step in range(stop, stop + 60):
+        assert mixed.tokens(step + 1) - mixed.tokens(step) == batch(mixed.tokens(step))
+    assert Clock(batch, mixed.until(stop + 9)).segments == mixed.segments
 
 
 def test_v41_recipe():

@@ -319,7 +319,7 @@ def test_a_kill_in_a_rolled_back_run_changes_nothing(corpus, tmp_path, poisoned,
         patch.setattr(loop._Trainer, "save", save_and_die)
         train(spiky(corpus, run_dir, skip=-1, margin=2))
     assert f"at step {3 if at == 3 else 6}" in train(spiky(corpus, run_dir, skip=-1, margin=2))
-    assert timeless(metrics(run_dir))[-6:] == timeless(metrics(want))[-6:]
+    assert timeless(metrics(run_dir)) == timeless(metrics(want))
     assert (run_dir / "events.jsonl").read_text() == (want / "events.jsonl").read_text()
     one, two = (ds.to_official(load_model(spiky(corpus, d))) for d in (want, run_dir))
     assert all((one[name] == two[name]).all() for name in one)

@@ -8,6 +8,7 @@ inside a jitted function only the step number and fractions of a phase appear.
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -45,22 +46,41 @@ class Clock:
 
     A step takes the batch that is in force when it begins, so a change waits for the first step that
     begins at or after its count. Without a batch size one step is one token: schedules then count steps.
+
+    Attributes:
+        batch: tokens of a step, from the last of `done` on.
+        done: (steps, tokens) of the steps that are done, as `until` lists them. Whatever the batch is now, they
+            keep the tokens that they had.
     """
 
     batch: Stepwise = Stepwise(((0, 1),))
+    done: tuple[tuple[int, int], ...] = ((0, 0),)
 
     @functools.cached_property
     def segments(self) -> tuple[tuple[int, int, int], ...]:
         """(first step, tokens seen before it, tokens of a step) between changes."""
         found: list[tuple[int, int, int]] = []
+
+        def change(step: int, tokens: int, size: int) -> None:
+            if found and found[-1][0] == step:
+                found.pop()  # changed again before a step began
+            if not found or found[-1][2] != size:  # the same floats come from a run in one go and a resumed one
+                found.append((step, tokens, size))
+
+        for (step, tokens), (later, more) in itertools.pairwise(self.done):
+            change(step, tokens, (more - tokens) // (later - step))
+        now = self.done[-1]
+        change(*now, self.batch(now[1]))
         for start, size in self.batch.changes:
-            if found:
+            if start > now[1]:
                 step, tokens, before = found[-1]
-                steps = max(-(-(start - tokens) // before), 0)
-                found.append((step + steps, tokens + steps * before, size))
-            else:
-                found.append((0, 0, size))
+                steps = -(-(start - tokens) // before)
+                change(step + max(steps, 0), tokens + max(steps, 0) * before, size)
         return tuple(found)
+
+    def until(self, step: int) -> tuple[tuple[int, int], ...]:
+        """List (steps, tokens) at 0, at every change of the batch before `step`, and at `step`."""
+        return (*((first, seen) for first, seen, _ in self.segments if first < step), (step, self.tokens(step)))
 
     def tokens(self, step: int) -> int:
         """Tokens seen before step `step`, from 0."""

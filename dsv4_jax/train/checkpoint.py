@@ -47,7 +47,13 @@ class Checkpoints:
     """The checkpoints in a folder: the newest `keep`, and for ever every multiple of `keep_every` (0: none).
 
     Steps above the one just saved, from which a run has fallen back, neither count nor are deleted.
+
+    Attributes:
+        before: the newest checkpoint up to this step stays too: from before the decay of the learning rate, so that
+            the run can be continued without it.
     """
+
+    before: int = 0
 
     def __init__(self, folder: Path, keep: int, keep_every: int = 0):
         self._folder, self._keep, self._keep_every = folder.absolute(), keep, keep_every
@@ -129,7 +135,13 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The newest step whose manifest is whole and whose files have their sizes; their content is not read."""
-        return next((int(path.stem) for path in self._found() if not manifests.damage(path, content=False)), None)
+        found = self.newest()
+        return None if found is None else found[0]
+
+    def newest(self) -> tuple[int, dict[str, Any]] | None:
+        """The step that `latest` gives and that checkpoint's host values, without waiting for other processes."""
+        whole = (path for path in self._found() if not manifests.damage(path, content=False))
+        return next(((int(path.stem), manifests.read(path)["host"]) for path in whole), None)
 
     def restore(
         self,
@@ -216,8 +228,9 @@ class Checkpoints:
         manifests.to_disk(self._folder)
         self._tidy()
         found = [path for path in self._found() if int(path.stem) <= step]
+        spare = next((path for path in found if int(path.stem) <= self.before), None)
         for path in found[self._keep :]:
-            if not self._keep_every or int(path.stem) % self._keep_every:
+            if path != spare and (not self._keep_every or int(path.stem) % self._keep_every):
                 _delete(path)
 
     def _found(self) -> list[Path]:

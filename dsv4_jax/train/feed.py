@@ -92,10 +92,9 @@ def _plan(
                 f"{len(p.documents)} to train on and {sum(len(q.documents) for q in held_out)} held out in all; both "
                 "need one at least: change it or give more text"
             )
-    tokens = (leg.last - leg.first) * data.batch_size * S
     after = dict(seen)
     for p, (path, weight) in zip(training, weights.items(), strict=True):
-        after[path] += tokens * weight / sum(weights.values()) / (p.tokens - len(p.documents))
+        after[path] += leg.planned * weight / sum(weights.values()) / (p.tokens - len(p.documents))
     endless = leg.last == cfg.train.steps
     epochs = [(seen[path], math.inf if endless else after[path]) for path in weights]
     seed = cfg.train.seed

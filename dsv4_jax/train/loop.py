@@ -37,10 +37,20 @@ from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
 from dsv4_jax.train.feed import Data, put_batch, read_data, streams
 from dsv4_jax.train.metrics import Display, MetricsWriter
 from dsv4_jax.train.profile import Profile
-from dsv4_jax.train.run_dir import History, RunLock, changes, check_model, resolved, write_config, write_events
+from dsv4_jax.train.run_dir import (
+    History,
+    RunLock,
+    changes,
+    check_model,
+    rate_change,
+    resolved,
+    steps_done,
+    write_config,
+    write_events,
+)
 from dsv4_jax.train.signals import stop_signals
 from dsv4_jax.train.spikes import spike
-from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, init_state, split_trained
+from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, decay_start, init_state, split_trained
 from dsv4_jax.train.step import make_train_step, objective_weights
 from dsv4_jax.train.timing import Timing
 from dsv4_jax.validate import ConfigError, RunError
@@ -68,13 +78,18 @@ def run(cfg: Config, console: Console | None = None) -> TrainState:
     if run_dir.exists() and not cfg.train.distributed:
         lock.take()  # before anything else costs time; of several processes the first one is not known yet
     try:
-        _run(cfg, console, lock)
+        return _run(cfg, console, lock)
     finally:
         lock.release()
 
 
-def _run(cfg: Config, console: Console, lock: RunLock) -> None:
+def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
     run_dir, timing = Path(cfg.train.run_dir), Timing()
+    check_model(cfg, run_dir)
+    checkpoints = Checkpoints(run_dir / "checkpoints", cfg.train.keep, cfg.train.keep_every)
+    newest = checkpoints.newest()
+    if newest:
+        cfg = cfg.after(steps_done(*newest))
     data = read_data(cfg)
     if cfg.model.engram_layer_ids and token_map(cfg.model) is None:
         raise ConfigError(
@@ -83,14 +98,13 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> None:
         )
     start_devices(cfg.train.cpu_devices, cfg.train.distributed, cfg.train.deterministic)
     lock.take_first()
-    with Checkpoints(run_dir / "checkpoints", cfg.train.keep, cfg.train.keep_every) as checkpoints:
-        leg = cfg.leg(checkpoints.latest() or 0)
+    with checkpoints:
+        leg = cfg.leg(newest[0] if newest else 0)
         use_mesh(*dataclasses.astuple(leg.cfg.mesh))
         if jax.process_index():  # the first process speaks and writes for all
             console = Console(quiet=True)
         for part in cfg.legs:
             split_trained(part.cfg, nnx.state(abstract_model(part.cfg), nnx.Param))  # each trains something
-        check_model(cfg, run_dir)
         objective, (optimizer, _) = describe_objective(objective_weights(leg.cfg)), describe_optimizer(leg.cfg)
         for line in [*describe_model(leg.cfg.model), objective, optimizer, data[leg.number].line]:
             console.print(line)
@@ -100,6 +114,7 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> None:
             console.print(*describe_placement(cfg, leg), sep="\n")
         trainer = _Trainer(cfg, data, checkpoints, console, timing)
         state = trainer.start()
+        cfg = trainer.cfg
         write_config(cfg, run_dir)
         if int(state.step) >= cfg.steps:
             console.print("the run is finished; raise train.steps to continue it")
@@ -148,8 +163,13 @@ class _Trainer:
         cfg, run_dir = self.cfg, self.cfg.train.run_dir
         if found := self.restored():
             state, before = found
-            self.console.print(f"resumed     {run_dir} at step {int(state.step)}")
-            for line in changes(before, cfg):
+            step, skipped = int(state.step), int(state.skipped)
+            self.console.print(f"resumed     {run_dir} at step {step}")
+            try:
+                lines = changes(before, cfg) + rate_change(before, self.cfg, step, skipped)
+            except ConfigError as error:  # of another version, accepted since the model and the arrays fit
+                lines = [f"unknown: the configuration in the checkpoint cannot be read: {error}"]
+            for line in lines:
                 self.console.print(f"changed     {line}")
             return state
         state = jax.jit(lambda: init_state(cfg), compiler_options=_RUNS_ONCE)()
@@ -163,7 +183,7 @@ class _Trainer:
         """The newest usable checkpoint's state, and the configuration that it was saved with; sets the history."""
 
         def abstract(step: int, host: dict[str, Any]) -> TrainState:
-            use_mesh(*dataclasses.astuple(self.cfg.leg(step).cfg.mesh))
+            use_mesh(*dataclasses.astuple(self.cfg.after(steps_done(step, host)).leg(step).cfg.mesh))
             history = History.of(host)
             routes = abstract_routes(self.cfg.model, len(history.routed), tuple(history.routes))
             return dataclasses.replace(abstract_state(self.cfg), routes=routes)
@@ -172,7 +192,11 @@ class _Trainer:
             found = self.checkpoints.restore(abstract, self.warn, before=before)
         if found is None:
             return None
-        _, state, host = found
+        step, state, host = found
+        planned = [leg.planned for leg in self.cfg.legs]
+        self.cfg = self.cfg.after(steps_done(step, host))
+        if planned != [leg.planned for leg in self.cfg.legs]:
+            self.data = read_data(self.cfg)
         self.history, self.routes = History.of(host), collections.deque(state.routes)
         return dataclasses.replace(state, routes=()), host["config"]
 
@@ -182,6 +206,7 @@ class _Trainer:
         with self.timing.during("save"):
             if not self.all_finite(state):
                 raise RunError(f"the state at step {step} is not finite; it is not saved")
+            self.history.clock = list(self.cfg.legs[0].clock.until(step))
             self.history.routes = list(self.routes[0].shape) if self.routes else []
             host = dataclasses.asdict(self.history) | {"config": resolved(self.cfg)}
             self.checkpoints.save(step, dataclasses.replace(state, routes=tuple(self.routes)), host)
@@ -195,18 +220,19 @@ class _Trainer:
     def train(self, state: TrainState) -> TrainState:
         """Steps until `cfg.steps`."""
         cfg, step = self.cfg, int(state.step)
-        run_dir = Path(cfg.train.run_dir)
+        self.checkpoints.before = decay_start(cfg.optim, cfg.steps, cfg.legs[0].clock)
+        own_dir = Path(cfg.train.run_dir) if jax.process_index() == 0 else None
         with (
             stop_signals() as self.stopped,
-            MetricsWriter(run_dir if jax.process_index() == 0 else None, step) as self.writer,
+            MetricsWriter(own_dir, step, self.history.rollbacks) as self.writer,
             Display(self.console, cfg.steps, step) as self.display,
             Profile(cfg.train.profile_steps, run_dir / "profile", self.console.print) as self.profile,
         ):
             if cfg.routing.anticipation.mode == "auto" and self.checkpoints.latest() is None:
                 self.save(state)  # so that there is something to go back to
-            while step < cfg.steps:
+            while step < self.cfg.steps:
                 try:
-                    state = self.stage(cfg.leg(step), state)
+                    state = self.stage(self.cfg.leg(step), state)
                 except _Spike as found:
                     self.profile.stop()
                     state = self.back(found.step)

@@ -17,10 +17,16 @@ LINE = "loss {loss:.3f}  {tokens_per_s:,.0f} tok/s  lr {lr:.1e}"
 class MetricsWriter:
     """Appends one JSON object a step to `metrics.jsonl` and the same scalars to TensorBoard files."""
 
-    def __init__(self, run_dir: Path | None, step: int):
-        """Opens the files of a run that continues after `step`; the lines after it, of a lost run, are dropped.
+    def __init__(self, run_dir: Path | None, step: int, rollbacks: int = 0):
+        """Open the files of a run that goes on after `step`, and drop the lines that a kill has left behind it.
 
-        Without a directory nothing is written: processes after the first.
+        A line belongs to a course of the run, between two rollbacks. What an earlier course wrote stays, also of later
+        steps.
+
+        Args:
+            run_dir: folder of the run; without one nothing is written, as in processes after the first.
+            step: steps done.
+            rollbacks: how often the run went back before.
         """
         self._file = self._board = None
         if run_dir is None:
@@ -28,13 +34,17 @@ class MetricsWriter:
         path = run_dir / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         kept = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-        while kept and json.loads(kept[-1])["step"] > step:  # what a rollback took back lies further up and stays
+        while kept and self._place(json.loads(kept[-1])) > (rollbacks, step):
             kept.pop()
         new = path.with_suffix(".new")
         new.write_text("".join(kept))
         new.replace(path)
         self._file = path.open("a")
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
+
+    @staticmethod
+    def _place(line: dict[str, Any]) -> tuple[int, int]:
+        return line.get("rollbacks", 0), line["step"]
 
     def write(self, scalars: dict[str, float]) -> None:
         """Writes one step's scalars, of which `step` is one; what is not finite is null."""

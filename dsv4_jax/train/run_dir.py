@@ -18,7 +18,8 @@ from dsv4_jax.config_files import config_from_json, read_config
 from dsv4_jax.data.packing import START
 from dsv4_jax.stages import RUNTIME, Leg
 from dsv4_jax.train.spikes import Recent
-from dsv4_jax.validate import ConfigError, RunError
+from dsv4_jax.train.state import schedule
+from dsv4_jax.validate import ConfigError, RunError, deferred_rules
 
 
 @dataclasses.dataclass
@@ -40,6 +41,7 @@ class History:
         routed: for each batch whose experts are chosen already, the steps done when they were.
         routes: shape of each of those choices.
         events: what happened, in order.
+        clock: (steps, tokens) of the steps done, as `Clock.until` lists them: another batch changes only what follows.
     """
 
     tokens: int = 0
@@ -56,6 +58,7 @@ class History:
     routed: list[int] = dataclasses.field(default_factory=list)
     routes: list[int] = dataclasses.field(default_factory=list)
     events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    clock: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, host: dict[str, Any]) -> "History":
@@ -79,6 +82,36 @@ def changes(before: dict[str, Any], cfg: Config) -> list[str]:
     """List the keys whose values differ from a saved configuration, except `train.run_dir` and `train.steps`."""
     known = resolved(config_from_json(before))
     return _differences(known, resolved(cfg)) + _removed(before, known)
+
+
+def steps_done(step: int, host: dict[str, Any]) -> tuple[tuple[int, int], ...]:
+    """Return (steps, tokens) of the steps done at a checkpoint, as `Clock.until` lists them.
+
+    A checkpoint of an older version, which does not hold them, counted all its steps by its own configuration.
+
+    Args:
+        step: steps done.
+        host: the JSON values of the checkpoint.
+    """
+    if clock := host.get("clock"):
+        return tuple((steps, tokens) for steps, tokens in clock)
+    with deferred_rules():
+        return config_from_json(host["config"]).legs[0].clock.until(step)
+
+
+def rate_change(before: dict[str, Any], cfg: Config, step: int, skipped: int) -> list[str]:
+    """List the learning rate of the next step by a saved configuration and by that of today, if they differ.
+
+    Args:
+        before: the saved configuration.
+        cfg: that of today, which goes on from the steps done.
+        step: steps done.
+        skipped: how many of them changed nothing.
+    """
+    with deferred_rules():
+        legs = [part.after(cfg.legs[0].clock.until(step)).leg(step) for part in (config_from_json(before), cfg)]
+    old, new = (schedule(leg.cfg.optim, leg.cfg.steps, leg.clock)(step - skipped) for leg in legs)
+    return [f"learning rate of step {step + 1}: {old:.3g} before, {new:.3g} now"] if old != new else []
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

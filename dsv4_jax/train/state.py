@@ -51,8 +51,13 @@ def schedule(cfg: OptimConfig, steps: int, clock: Clock) -> optax.Schedule:
     if cfg.decay_tokens:
         decay = cfg.decay_tokens
     else:
-        decay, clock = (steps - cfg.decay_steps, steps), Clock()
+        decay, clock = (decay_start(cfg, steps, clock), steps), Clock()
     return trapezoid(cfg.learning_rate, cfg.end_learning_rate, cfg.warmup_steps, *decay, clock)
+
+
+def decay_start(cfg: OptimConfig, steps: int, clock: Clock) -> int:
+    """Return the number of steps before the first one of the decay."""
+    return clock.steps(cfg.decay_tokens[0]) if cfg.decay_tokens else steps - cfg.decay_steps
 
 
 def frozen(cfg: Config) -> str | None:
