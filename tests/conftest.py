@@ -95,7 +95,7 @@ def cheap_compilation():
         sections = [getattr(leg.cfg, name) for name in ("model", "data", "optim", "loss", "mesh")]
         sections.append(leg.cfg.routing.bias_speed)
         makers = loop.make_train_step, loop.make_eval_step, loop.make_route, step.make_objective
-        key = repr((sections, train, leg.clock.segments, name, shapes)), makers
+        key = repr((sections, train, leg.clock.batch, leg.clock.segments, name, shapes)), makers
         if key not in _PROGRAMS:
             _PROGRAMS[key] = program(trainer, leg, name, state, batch)
         return _PROGRAMS[key]

@@ -226,7 +226,7 @@ class _Trainer:
             stop_signals() as self.stopped,
             MetricsWriter(own_dir, step, self.history.rollbacks) as self.writer,
             Display(self.console, cfg.steps, step) as self.display,
-            Profile(cfg.train.profile_steps, run_dir / "profile", self.console.print) as self.profile,
+            Profile(cfg.train.profile_steps, Path(cfg.train.run_dir) / "profile", self.console.print) as self.profile,
         ):
             if cfg.routing.anticipation.mode == "auto" and self.checkpoints.latest() is None:
                 self.save(state)  # so that there is something to go back to

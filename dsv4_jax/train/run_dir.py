@@ -109,8 +109,17 @@ def rate_change(before: dict[str, Any], cfg: Config, step: int, skipped: int) ->
         skipped: how many of them changed nothing.
     """
     with deferred_rules():
-        legs = [part.after(cfg.legs[0].clock.until(step)).leg(step) for part in (config_from_json(before), cfg)]
-    old, new = (schedule(leg.cfg.optim, leg.cfg.steps, leg.clock)(step - skipped) for leg in legs)
+        old_leg, new_leg = (
+            part.after(cfg.legs[0].clock.until(step)).leg(step) for part in (config_from_json(before), cfg)
+        )
+
+    def rate(leg: Leg, done: int) -> Any:
+        return schedule(leg.cfg.optim, leg.cfg.steps, leg.clock)(done)
+
+    done = step - skipped
+    # A schedule that is counted from the run's end has nothing to say after it: there its last step counts.
+    last = done if old_leg.cfg.optim.decay_tokens else min(done, old_leg.cfg.steps - 1)
+    old, new = rate(old_leg, last), rate(new_leg, done)
     return [f"learning rate of step {step + 1}: {old:.3g} before, {new:.3g} now"] if old != new else []
 
 
