@@ -117,6 +117,14 @@ class OptimConfig(Section):
     """Newton-Schulz steps of Muon, a name of `dsv4_jax.optim.COEFFICIENTS`."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Operands of Muon's matrix products, which sum in fp32. auto: bfloat16 on accelerators, float32 on CPU."""
+    gram: bool = False
+    """Iterate on Gram matrices where that takes fewer operations (Muon); needs precision = float32."""
+    batch_size: int = 0
+    """Matrices of a shape that a device orthogonalises at a time, which bounds Muon's memory; 0: all."""
+    rms: float = 0.18
+    """Root mean square of the updates of Muon and of the Sinkhorn-balanced update, before the learning rate."""
+    sinkhorn_iterations: int = 11
+    """Normalisations of rows and columns in turn of the Sinkhorn-balanced update; odd, so that rows come last."""
     tau: float = 1e-3
     """Rows of a table whose momentum is below this part of the mean do not move (Sinkhorn-balanced update)."""
     b1: float = 0.9
@@ -128,13 +136,17 @@ class OptimConfig(Section):
     weight_decay: float = 0.1
     """Decoupled weight decay, times the learning rate, of what the table decays."""
     clip: float = 1.0
-    """Largest global norm of the gradient."""
+    """Largest global norm of the gradient; a larger one is scaled down to it. 0: no clipping."""
 
     def _check(self) -> None:
-        self.need_positive("learning_rate eps clip")
+        self.need_positive("learning_rate eps rms")
+        whole = not self.gram or self.precision == "float32"
+        self.need("gram", whole, f"needs optim.precision = 'float32', found {self.precision!r}: it diverges in bf16")
+        odd = self.sinkhorn_iterations > 0 and self.sinkhorn_iterations % 2 == 1
+        self.need("sinkhorn_iterations", odd, "must be odd and above 0")
         for key in (
-            *("end_learning_rate", "warmup_steps", "decay_steps", "weight_decay", "tau"),
-            *("engram_factor", "vision_factor"),
+            *("end_learning_rate", "warmup_steps", "decay_steps", "weight_decay", "tau", "clip"),
+            *("engram_factor", "vision_factor", "batch_size"),
         ):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
         at = self.decay_tokens

@@ -191,6 +191,7 @@ def grouped(
     gram: bool = False,
     batch_size: int | None = None,
     tau: float = 1e-3,
+    iterations: int = 11,
     b1: float = 0.9,
     b2: float = 0.95,
     eps: float = 1e-20,
@@ -207,7 +208,8 @@ def grouped(
         precision: of its products.
         gram: whether it iterates on Gram matrices where that is cheaper.
         batch_size: matrices that it iterates at a time.
-        tau: of the Sinkhorn-balanced update; see `scale_by_sinkhorn`.
+        tau: of the Sinkhorn-balanced update, as the following; see `scale_by_sinkhorn`.
+        iterations: its K.
         b1: of AdamW, as the following two; not Nesterov's form.
         b2: decay of its second moment.
         eps: added to the root of its second moment.
@@ -226,7 +228,7 @@ def grouped(
     )
     sinkhorn = optax.chain(
         steady(optax.trace(momentum, True, momentum_dtype)),
-        scale_by_sinkhorn(_like(groups, [group.rows for group in leaves]), scale=rms, tau=tau),
+        scale_by_sinkhorn(_like(groups, [group.rows for group in leaves]), scale=rms, iterations=iterations, tau=tau),
     )
     rules: dict[Hashable, optax.GradientTransformation] = {
         "muon": muon,

@@ -126,12 +126,17 @@ def optimizer(cfg: Config, params: Any, clock: Clock | None = None) -> optax.Gra
         momentum_dtype=optim.momentum_dtype,
         coefficients=optim.coefficients,
         precision=None if optim.precision == "auto" else optim.precision,
+        gram=optim.gram,
+        batch_size=optim.batch_size or None,
+        rms=optim.rms,
         tau=optim.tau,
+        iterations=optim.sinkhorn_iterations,
         b1=optim.b1,
         b2=optim.b2,
         eps=optim.eps,
     )
-    return optax.chain(optax.clip_by_global_norm(optim.clip), rules)
+    # Without clipping the state has the same structure, so that a stage or a resumed run may switch it.
+    return optax.chain(optax.clip_by_global_norm(optim.clip) if optim.clip else optax.identity(), rules)
 
 
 def part_of(state: Any, like: Any) -> Any:
