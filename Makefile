@@ -27,8 +27,10 @@ format: .venv/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# What README.md and docs/ state, measured again: ARGS="--all" trains and times too, ARGS="--write" corrects the pages.
+# Writes docs/configuration.md and measures the figures of all pages again. ARGS="--all" trains and times too, which takes
+# hours; ARGS="--write" corrects the pages.
 figures: .venv/installed
+	$(BIN)/python benchmarks/configuration.py
 	$(BIN)/python benchmarks/figures.py $(ARGS)
 
 .venv/installed: pyproject.toml

@@ -71,9 +71,12 @@ def _describes(config: str, *parts: str) -> Callable[[], str]:
     """Make a function that returns parts of `plan`'s output which need no tracing of a step."""
 
     def describe() -> str:
+        import jax
+
         import dsv4_jax as ds
         from dsv4_jax import summary
         from dsv4_jax.mesh import abstract_mesh
+        from dsv4_jax.train.state import abstract_state
         from dsv4_jax.train.step import objective_weights
 
         run = ds.load_config(ROOT / "configs" / f"{config}.py")
@@ -88,6 +91,10 @@ def _describes(config: str, *parts: str) -> Callable[[], str]:
                 lines.append(summary.describe_objective(objective_weights(cfg)))
             if "optimizer" in parts:
                 lines += summary.describe_optimizer(cfg)
+            if "checkpoint" in parts:
+                state = abstract_state(run)
+                arrays = jax.tree.leaves((state.params, state.opt_state))
+                lines.append(f"checkpoint {sum(x.size * x.dtype.itemsize for x in arrays):,} bytes")
         return "\n".join(lines)
 
     describe.__doc__ = f"{PLAN}{config}.py"
@@ -115,8 +122,10 @@ def _cheap() -> Iterator[Figure]:
     )
     counts = r"parameters\s+([\d,]+), of which a token uses"
     used = r"of which a token uses ([\d,]+)"
-    for name in ("v41_flash", "v4_flash", "v4_pro"):
-        described = _describes(name, "model")
+    for column, name in enumerate(("v4_flash", "v4_pro", "v41_flash")):
+        described = _describes(name, "model", "checkpoint")
+        there = r"(?m)^\| a checkpoint \|" + r"[^|]*\|" * column + r" ([\d.]+) TB \|"
+        yield Figure("docs/deploy.md", there, described, r"checkpoint ([\d,]+) bytes", unit=1e12, cost="cheap")
         if name == "v41_flash":
             yield Figure("docs/v41.md", r"real sizes\s+\(([\d,]+) parameters\)", described, counts, cost="cheap")
             there = r"full size: (\d+) billion parameters"

@@ -19,6 +19,11 @@ def test_cheap_figures_are_right():
     assert int(done.stdout.split()[0]) > 15
 
 
+def test_the_list_of_keys_is_up_to_date():
+    page = runpy.run_path(str(ROOT / "benchmarks" / "configuration.py"))
+    assert page["PAGE"].read_text() == page["page"](), "python benchmarks/configuration.py writes docs/configuration.md"
+
+
 def test_every_pattern_finds_its_figure_on_the_page():
     for figure in FIGURES:
         there = re.search(figure.there, (ROOT / figure.page).read_text())
