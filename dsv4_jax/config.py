@@ -298,7 +298,8 @@ class TrainConfig(Section):
     """Run on the CPU as this many devices (of each process); 0: the devices that there are."""
     distributed: str = ""
     """Several processes, each started with the same command. HOST:PORT,COUNT,NUMBER: where process 0 listens, how
-    many there are, which this is. auto: as JAX finds them on Cloud TPU and under SLURM, Kubernetes or MPI. Empty: one process."""
+    many there are, which this is. auto: as JAX finds them on Cloud TPU and under SLURM, Kubernetes or MPI. Empty: one
+    process."""
     deterministic: bool = False
     """Have a GPU give the same bits every time, at some cost. CPU and TPU do so anyway."""
 
