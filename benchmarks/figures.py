@@ -181,6 +181,25 @@ def _expensive() -> Iterator[Figure]:
     for step in (50, 90, 120, 170):
         there = rf"(?m)^\| {step} \| [^|]*\| ([\d.]+) \|"
         yield make("docs/stages.md", there, stages, rf"step {step}: held-out loss ([\d.]+)", within=0.05)
+    for more, there in (
+        ("--train.steps 180", r"180 steps: ([\d.]+);"),
+        ("--train.steps 220 --optim.learning-rate 5e-3", r"([\d.]+) at a rate of 5e-3"),
+        ("--train.steps 220 --optim.learning-rate 1e-2", r"([\d.]+) at 1e-2"),
+        ("--train.steps 220 --optim.learning-rate 2e-2", r"([\d.]+) at 2e-2"),
+    ):
+        run_dir = "{tmp}/" + re.sub(r"[^\w]+", "_", more)
+        command = f"python train.py configs/tiny_v4.py {more} --train.run-dir {run_dir}"
+        yield make(page, there, command, held_out, within=0.05)
+    for step, column in itertools.product((100, 120, 170), ("eval_recall", "eval_recall_random")):
+        there = rf"(?m)^\| {step}[^|]*\| [^|]*\| [^|]*\| " + ("[^|]*\\| " if "random" in column else "") + r"([\d.]+)"
+        found = rf'"step": {step}\b[^\n]*"{column}": ([\d.]+)'
+        yield make("docs/stages.md", there, stages, found, within=0.05)
+    draft = (
+        "python train.py configs/tiny_v41.py --train.stage draft --train.init-from {tmp}/tiny_v41 --train.run-dir "
+        "{tmp}/draft --train.steps 40 --optim.learning-rate 3e-3 --optim.decay-steps 20 --loss.draft-anchors 64"
+    )
+    for step, there in ((1, r"acceptance\s+from ([\d.]+) to"), (40, r"acceptance\s+from [\d.]+ to ([\d.]+)\.")):
+        yield make(page, there, draft, rf'"step": {step}\b[^\n]*"draft_acceptance": ([\d.]+)', within=0.2)
     command = "python benchmarks/grouped_matmul.py"
     for shape, groups in (("4096 x 512 x 512", 8), ("4096 x 512 x 512", 64), ("8192 x 128 x 128", 16)):
         for kind in ("forward", "gradient"):
@@ -214,6 +233,9 @@ def _expensive() -> Iterator[Figure]:
         there = rf"(?m)^\| {name} \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|"
         found = rf"{name} +max/mean, mean of layers: both ([\d.]+), text ([\d.]+), images ([\d.]+)"
         yield make("docs/v41.md", there, command, found, within=0.15)
+    rows = (rf"\| {name} \|[^\n]*\| ([\d.]+) \|\n" for name in ("no bias", "one bias", "two biases"))
+    losses = r"held-out loss +([\d.]+) nats per byte \(.*" * 3
+    yield make("docs/v41.md", "".join(rows), command, "(?s)" + losses, within=0.05)
     yield from _labs()
 
 
@@ -242,12 +264,13 @@ FIGURES = (*_cheap(), *_plans(), *_expensive())
 
 @functools.cache
 def _run(command: str, folder: str) -> str:
-    """Standard output of a command in the repository's root; an error if it fails."""
+    """Standard output of a command in the repository's root and its run's metrics.jsonl; an error if it fails."""
     words = [sys.executable if word == "python" else word.replace("{tmp}", folder) for word in shlex.split(command)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"error: {command} ended with exit status {done.returncode}: {done.stderr[-2000:]}")
-    return done.stdout
+    runs = [Path(b) for a, b in itertools.pairwise(words) if a == "--train.run-dir"]
+    return "\n".join([done.stdout, *(path.read_text() for run in runs for path in run.glob("metrics.jsonl"))])
 
 
 def _as_shown(shown: str, value: float) -> str:
