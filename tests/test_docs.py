@@ -100,7 +100,7 @@ def test_unknown_commands_and_flags_fail(monkeypatch):
     with pytest.raises(ValueError, match=r"train\.steps"):
         parse("python train.py configs/tiny_v4.py --train.stepz 3".split(), monkeypatch)
     for words in ("plan configs/tiny_v4.py --topologi v5p", "sample x", "fly"):
-        with pytest.raises((SystemExit, ValueError)):
+        with pytest.raises((SystemExit, AssertionError)):
             parse(["python", "-m", "dsv4_jax", *words.split()], monkeypatch)
 
 
@@ -203,7 +203,7 @@ def test_python_blocks_run_and_print_what_they_say(page, folder, monkeypatch, ca
         exec(compile("\n" * block.line + block.text, str(page), "exec"), names)
         said = capsys.readouterr().out.splitlines()
         right = re.findall(r"(?m)^ *print\(.*\)  # (.*)$", block.text)
-        assert said[: len(right)] == right or not right, block.where
+        assert [line for line in said if line in right] == right, f"{block.where}: printed {said}"
 
 
 FILES = re.compile(r"[\w./]+\.(py|md|json|npy|sh|sbatch|yaml)")
