@@ -17,6 +17,7 @@ from typing import Any
 
 from dsv4_jax.config import Config
 from dsv4_jax.config_files import config_from_json, load_config, made_by, read_config
+from dsv4_jax.terminal import SafeConsole, printable
 from dsv4_jax.validate import ConfigError, RunError
 
 
@@ -25,7 +26,7 @@ def exit_on_error(command: Callable[[], None]) -> None:
     try:
         command()
     except (ConfigError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         print("error: interrupted before the state was saved", file=sys.stderr)
@@ -81,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     sample.add_argument("--seed", type=int, default=0, help="seed of the draws")
     sample.add_argument("--draft", action="store_true", help="let the draft blocks propose; tells how much is accepted")
+    sample.add_argument("--raw", action="store_true", help="write control characters as they are; not to a terminal")
     lab = commands.add_parser("optim-lab", help="compare optimizers on a small task; the same command again resumes")
     lab.add_argument("spec", type=Path, help="a Python file that defines lab()")
     lab.add_argument("--out", type=Path, help="folder of the results (default runs/optim_lab/NAME OF SPEC)")
@@ -122,11 +124,9 @@ def _plan(args: argparse.Namespace) -> None:
 
 def _data(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
-    from rich.console import Console
-
     from dsv4_jax.data.prepare import run
 
-    run(config, Console(highlight=False, markup=False, soft_wrap=True))
+    run(config, SafeConsole())
 
 
 def _need_matplotlib() -> None:
@@ -158,6 +158,8 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _sample(args: argparse.Namespace) -> None:
+    if args.raw and sys.stdout.isatty():
+        raise ConfigError("--raw: control characters could change the terminal; write to a pipe or a file")
     path = args.run_dir / "config.json"
     if not path.exists():
         raise ConfigError(f"{args.run_dir} is not a run directory: it has no config.json")
@@ -171,7 +173,7 @@ def _sample(args: argparse.Namespace) -> None:
     if args.draft and not config.model.dspark_target_layer_ids:
         raise ConfigError(f"--draft: the model of {args.run_dir} has no draft blocks")
     text, told = sample(model, tokenizer, args.prompt, args.tokens, args.seed, args.temperature, draft=args.draft)
-    print(args.prompt + text)
+    print(args.prompt + text if args.raw else printable(args.prompt + text))
     if told is not None:
         passes, drafted = int(told.passes), max(int(told.drafted), 1)
         shares = ", ".join(f"{int(count) / drafted:.0%}" for count in told.accepted_n)

@@ -291,7 +291,7 @@ class TrainConfig(Section):
     profile_steps: str = ""
     """FIRST:LAST writes a trace of the steps from FIRST up to but without LAST into the run's `profile`, for xprof."""
     sample_tokens: int = 256
-    """Tokens to sample from the trained model at the end; 0: none."""
+    """Tokens to sample at the end, after the start of a held-out document; 0: none."""
     accumulate: int = 1
     """Parts of a batch that are computed one after another; the result is that of the whole batch."""
     cpu_devices: int = 0

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dsv4_jax.terminal import printable
 from dsv4_jax.validate import ConfigError
 
 BINS = 200  # a curve of more than twice as many points is drawn as the mean and range of so many bins
@@ -178,7 +179,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     page = f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head><body>'
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text("\n".join([page, *body, "</body></html>\n"]), encoding="utf-8")
+    out.write_text(printable("\n".join([page, *body, "</body></html>\n"])), encoding="utf-8")
     return out
 
 

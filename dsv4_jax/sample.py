@@ -2,11 +2,14 @@
 """Continues a prompt with tokens drawn from the model."""
 
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dsv4_jax.data.images import TEXT
+from dsv4_jax.data.pipeline import Batch
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.mesh import BATCH, ensure_mesh
 from dsv4_jax.model.deepseek import DeepSeek
@@ -23,14 +26,17 @@ def sample(
     seed: int,
     temperature: float = 0.8,
     draft: bool = False,
+    past_end: bool = False,
 ) -> tuple[str, Speculated | None]:
-    """The text of at most `n` tokens after `prompt`, which starts a document; fewer if the model ends it.
+    """Return the text of at most `n` tokens after `prompt`, which starts a document.
 
     The whole row is computed again for every token: right for a look at a small model.
 
     Args:
         temperature: divides the logits; 0 takes the most likely token.
         draft: the draft blocks propose; what they did comes with the text.
+        past_end: return all `n` tokens, each document on a line of its own; otherwise the text stops where the model
+            ends the document.
     """
     (start,), border = tokenizer.encode([prompt]), tokenizer.border
     with ensure_mesh():
@@ -46,7 +52,27 @@ def sample(
         out = np.asarray(_continue(model, jnp.asarray(ids), first, seed, temperature))[0]
     out = out[1 + len(start) : length]
     ends = np.flatnonzero((out == border) | (out >= tokenizer.size))
-    return tokenizer.decode(out[: ends[0] if len(ends) else n]), told
+    parts = np.split(out, ends)  # every part but the first begins with what ends the one before
+    texts = [tokenizer.decode(parts[0]), *(tokenizer.decode(part[1:]) for part in parts[1:])]
+    return ("\n".join(filter(None, texts)) if past_end else texts[0]), told
+
+
+def held_out_prompt(batches: Iterable[Batch], tokenizer: Tokenizer, most: int = 48) -> str:
+    """Return the start of the longest document in the first batch that has one without images, or "" without any.
+
+    It has `most` tokens, or half of the document if that is less, so that the model has something to continue.
+    """
+    best: np.ndarray = np.zeros(0, np.int32)
+    for batch in batches:
+        types = batch.get("token_types", np.full_like(batch["ids"], TEXT))
+        for row in zip(batch["ids"], batch["segment_ids"], types, strict=True):
+            borders = np.flatnonzero(np.diff(row[1])) + 1
+            for ids, segments, kinds in zip(*(np.split(x, borders) for x in row), strict=True):
+                whole = segments[0] and ids[0] == tokenizer.border and (kinds == TEXT).all()
+                best = ids if whole and len(ids) > len(best) else best
+        if len(best):
+            break
+    return tokenizer.decode(best[1 : 1 + min(most, len(best) // 2)])
 
 
 @jax.jit

@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -65,14 +66,15 @@ def test_eight_devices_in_one_process_and_in_two(tmp_path):
     """The losses of one device; one config, one metrics file, checkpoints that the other layout resumes."""
     mesh = ["--mesh.data", "2", "--mesh.expert", "2", "--mesh.context", "2"]
     address = f"localhost:{free_port()},2"
-    finish(start(tmp_path, "one"))
-    finish(start(tmp_path, "eight", *mesh, "--train.cpu-devices", "8"))
+    alone = finish(start(tmp_path, "one"), start(tmp_path, "eight", *mesh, "--train.cpu-devices", "8"))
     two = [
         start(tmp_path, "two", *mesh, "--train.cpu-devices", "4", "--train.distributed", f"{address},{i}")
         for i in (0, 1)
     ]
     said = finish(*two)
     assert "held-out loss" in said[0] and "held-out loss" not in said[1]
+    unigram = [re.findall("unigram entropy.*", text) for text in (*alone, said[0])]
+    assert len(unigram[0]) == 1 and unigram[0] == unigram[1] == unigram[2]
     for a, b, c in zip(*(metrics(tmp_path / name) for name in ("one", "eight", "two")), strict=True):
         for name in ("loss", "mtp_loss", "balance_loss", "indexer_loss", "grad_norm", "tokens", "lr"):
             np.testing.assert_allclose([b[name], c[name]], a[name], rtol=2e-4, err_msg=name)

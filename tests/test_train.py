@@ -28,7 +28,6 @@ from dsv4_jax.train import loop
 from dsv4_jax.train import step as step_module
 from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
-from dsv4_jax.train.evaluate import unigram_entropy
 from dsv4_jax.train.feed import put_batch
 from dsv4_jax.train.metrics import Display
 from dsv4_jax.train.state import init_state, schedule
@@ -234,11 +233,6 @@ def test_the_time_left_is_that_of_steps_alone():
         for step, seconds in ((3, 1.0), (4, 3.0)):
             display.update({"step": step, "loss": 1.0, "tokens_per_s": 9.0, "lr": 1e-3}, seconds)
     assert [line.partition("ETA ")[2] for line in said.getvalue().splitlines()] == ["7 s", "12 s"]
-
-
-def test_unigram_entropy():
-    targets = np.array([[0, 0, 1, 1, -1], [2, 2, 3, 3, -1]])
-    assert abs(unigram_entropy([{"targets": targets}]) - math.log(4)) < 1e-12
 
 
 POISON = -7  # an MTP target that means nothing, but to the objective below

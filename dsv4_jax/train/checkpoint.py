@@ -30,6 +30,7 @@ from orbax.checkpoint import v1 as ocp
 from dsv4_jax.config import Config
 from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.terminal import printable
 from dsv4_jax.train import manifests
 from dsv4_jax.train.state import abstract_model, abstract_state
 from dsv4_jax.validate import ConfigError, RunError
@@ -164,7 +165,7 @@ class Checkpoints:
             ConfigError: if the newest usable one holds other arrays than `abstract`.
         """
         self._settle()
-        name, problems = _of_first(self._choose(before) if jax.process_index() == 0 else None)
+        name, problems = of_first(self._choose(before) if jax.process_index() == 0 else None)
         if not name and problems:
             lines = [f"checkpoint {which}: {problem}" for which, problem in problems]
             raise CheckpointError("\n  ".join([f"{self._folder} holds no usable checkpoint", *lines]))
@@ -193,7 +194,7 @@ class Checkpoints:
             for path in self._found():
                 if int(path.stem) > step:
                     _delete(path)
-        _of_first(None)  # the others go on when they are gone
+        of_first(None)  # the others go on when they are gone
 
     def close(self) -> None:
         """Waits as `wait` does, and ends."""
@@ -276,7 +277,7 @@ def load_model(cfg: Config, run_dir: str = "") -> DeepSeek:
     folder = Path(run_dir or cfg.train.run_dir) / "checkpoints"
     abstract = dataclasses.replace(abstract_state(cfg), opt_state=None)
     with Checkpoints(folder, cfg.train.keep) as checkpoints:
-        found = checkpoints.restore(abstract, lambda line: print(line, file=sys.stderr), part=True)
+        found = checkpoints.restore(abstract, lambda line: print(printable(line), file=sys.stderr), part=True)
     if found is None:
         raise ConfigError(f"{folder} holds no checkpoint")
     return nnx.merge(nnx.graphdef(abstract_model(cfg)), found[1].params, found[1].buffers)
@@ -286,7 +287,7 @@ def _failure(step: int, error: BaseException) -> str:
     return f"saving checkpoint {step} failed: {type(error).__name__}: {error}"
 
 
-def _of_first(value: Any) -> Any:
+def of_first(value: Any) -> Any:
     """Process 0's JSON value, in every process."""
     if jax.process_count() == 1:
         return value

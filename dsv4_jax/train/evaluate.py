@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from dsv4_jax.config import Config
 from dsv4_jax.data.pipeline import Batch
@@ -62,14 +63,18 @@ def after_image(token_types_BS: jax.Array, first_BS: jax.Array) -> jax.Array:
 
 
 def wrong_images(batches: list[Batch]) -> list[Batch]:
-    """The batches with every image replaced by the next one of the same size, if there is another."""
-    alike: dict[tuple[int, int], list[tuple[int, int, slice]]] = collections.defaultdict(list)
+    """Replace every image by the next one of the same size in the same row of all batches, if there is another.
+
+    Every process holds whole rows, the same ones of every batch: so the pairs, and the loss, are the same for any
+    number of processes.
+    """
+    alike: dict[tuple[int, int, int], list[tuple[int, int, slice]]] = collections.defaultdict(list)
     for number, batch in enumerate(batches):
         for row, grids in enumerate(batch["image_grids"]):
             ends = np.cumsum(grids[:, 2] * grids[:, 3])
             for end, (_, _, height, width) in zip(ends, grids, strict=True):
                 if height:
-                    alike[height, width].append((number, row, slice(end - height * width, end)))
+                    alike[row, height, width].append((number, row, slice(end - height * width, end)))
     swapped = [batch | {"patches": batch["patches"].copy()} for batch in batches]
     for places in alike.values():
         for (number, row, span), (other, other_row, other_span) in zip(places, places[1:] + places[:1], strict=True):
@@ -101,9 +106,14 @@ def evaluate(
     return scalars | {f"eval_{kind}": found[kind] for kind in ("recall", "recall_random") if kind in found}
 
 
-def unigram_entropy(evaluation: list[Batch]) -> float:
-    """Entropy in nats of the frequencies of the batches' targets: what a model without context can reach."""
-    targets = np.concatenate([batch["targets"].reshape(-1) for batch in evaluation])
-    count = np.bincount(targets[targets >= 0])
+def unigram_entropy(evaluation: list[Batch], rows: list[int], vocab_size: int) -> float:
+    """Return the entropy in nats of the frequencies of all targets: the loss that a model without context can reach.
+
+    Every process must call it, with the `rows` of its batches that no other process counts.
+    """
+    targets = np.concatenate([batch["targets"][rows].reshape(-1) for batch in evaluation])
+    count = np.bincount(targets[targets >= 0], minlength=vocab_size).astype(np.int32)
+    if jax.process_count() > 1:
+        count = np.asarray(multihost_utils.process_allgather(count)).sum(0)
     p = count[count > 0] / count.sum()
     return float(-(p * np.log(p)).sum())

@@ -21,7 +21,7 @@ from dsv4_jax.data.packing import Part, Plan, Position, part, split
 from dsv4_jax.data.pipeline import Batch, Stream
 from dsv4_jax.data.sources import Source, open_sources
 from dsv4_jax.data.tokenizer import Tokenizer
-from dsv4_jax.mesh import act_spec
+from dsv4_jax.mesh import row_spec
 from dsv4_jax.stages import Leg
 from dsv4_jax.train.state import batch_spec
 from dsv4_jax.validate import ConfigError
@@ -122,13 +122,30 @@ def _plan(
     return found, after
 
 
+def row_processes(rows: int) -> list[set[int]]:
+    """Return the processes that hold each row of a batch on the mesh that is set."""
+    sharding = NamedSharding(jax.sharding.get_mesh(), row_spec(1))
+    holders: list[set[int]] = [set() for _ in range(rows)]
+    for device, (index,) in sharding.devices_indices_map((rows,)).items():
+        for row in range(rows)[index]:
+            holders[row].add(device.process_index)
+    return holders
+
+
+def counted_rows(rows: int, process: int) -> list[int]:
+    """Return which of a process's rows it counts for all: those that no process of a lower number holds.
+
+    They are numbered as in the process's own batches.
+    """
+    own = [processes for processes in row_processes(rows) if process in processes]
+    return [number for number, processes in enumerate(own) if min(processes) == process]
+
+
 @contextlib.contextmanager
 def streams(cfg: Config, data: Data, start: Position) -> Generator[tuple[Stream, list[Batch]]]:
     """The training stream and the batches to evaluate on; this process's rows of both."""
-    B, S = cfg.data.batch_size, cfg.data.seq_len
-    sharding = NamedSharding(jax.sharding.get_mesh(), act_spec(2))
-    places = sharding.addressable_devices_indices_map((B, S + -S % cfg.mesh.context))
-    own = sorted({row for rows, _ in filter(None, places.values()) for row in range(B)[rows]})
+    B = cfg.data.batch_size
+    own = sorted(row for row, processes in enumerate(row_processes(B)) if jax.process_index() in processes)
     held_out = Stream(data.evaluation, B, own=own, multiple=cfg.mesh.context)
     evaluation = list(itertools.islice(held_out, cfg.train.eval_batches))
     stream = Stream(data.training, B, own=own, multiple=cfg.mesh.context, workers=cfg.data.workers, start=start)

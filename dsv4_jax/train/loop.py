@@ -21,7 +21,7 @@ from dsv4_jax.data.packing import Position
 from dsv4_jax.data.pipeline import Batch, Stream
 from dsv4_jax.mesh import QUICK_CPU, on_cpu, start_devices, use_mesh
 from dsv4_jax.model.token_map import token_map
-from dsv4_jax.sample import sample
+from dsv4_jax.sample import held_out_prompt, sample
 from dsv4_jax.stages import Leg
 from dsv4_jax.summary import (
     describe_model,
@@ -30,11 +30,12 @@ from dsv4_jax.summary import (
     describe_placement,
     describe_stages,
 )
+from dsv4_jax.terminal import SafeConsole, printable
 from dsv4_jax.train.anticipation import abstract_routes, make_route, route_shape
-from dsv4_jax.train.checkpoint import Checkpoints, load_model
+from dsv4_jax.train.checkpoint import Checkpoints, load_model, of_first
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
-from dsv4_jax.train.feed import Data, put_batch, read_data, streams
+from dsv4_jax.train.feed import Data, counted_rows, put_batch, read_data, streams
 from dsv4_jax.train.metrics import Display, MetricsWriter
 from dsv4_jax.train.profile import Profile
 from dsv4_jax.train.run_dir import (
@@ -72,7 +73,7 @@ def run(cfg: Config, console: Console | None = None) -> TrainState:
         RunError, CheckpointError: if the run cannot go on.
         SystemExit: after SIGTERM or Ctrl-C, once the state has been saved.
     """
-    console = console or Console(highlight=False, markup=False, soft_wrap=True)
+    console = console or SafeConsole()
     run_dir = Path(cfg.train.run_dir)
     lock = RunLock(run_dir)
     if run_dir.exists() and not cfg.train.distributed:
@@ -450,7 +451,8 @@ def _report(
     console: Console,
 ) -> None:
     per = f"nats per {data.unit}"
-    unigram, loss = unigram_entropy(evaluation), held_out["eval_loss"]
+    rows = counted_rows(cfg.leg(cfg.steps - 1).cfg.data.batch_size, jax.process_index())
+    unigram, loss = unigram_entropy(evaluation, rows, cfg.model.vocab_size), held_out["eval_loss"]
     console.print(f"held-out loss     {loss:.3f} {per} ({loss / math.log(2):.3f} bits)")
     if "eval_loss_image" in held_out:
         right, wrong = held_out["eval_loss_image"], held_out["eval_loss_wrong_image"]
@@ -458,7 +460,7 @@ def _report(
     console.print(f"unigram entropy   {unigram:.3f} {per} ({unigram / math.log(2):.3f} bits)")
     if cfg.train.sample_tokens:
         model = nnx.merge(nnx.graphdef(abstract_model(cfg)), state.params, state.buffers)
-        prompt = "" if any(cfg.data.paths) else '"""'  # how the standard library's files like to start
-        text, _ = sample(model, data.tokenizer, prompt, cfg.train.sample_tokens, cfg.train.seed)
-        console.print("sample:")
-        console.print(prompt + text)
+        prompt = of_first(held_out_prompt(evaluation, data.tokenizer))  # processes have different rows
+        text, _ = sample(model, data.tokenizer, prompt, cfg.train.sample_tokens, cfg.train.seed, past_end=True)
+        console.print(f"sample after {prompt!r} of the held-out text:" if prompt else "sample:")
+        console.print(printable(text))
