@@ -133,6 +133,10 @@ def test_one_process_may_hold_several_runs_but_each_once(tmp_path, monkeypatch):
     again.release()
     two.release()
 
+    (tmp_path / "file").touch()
+    with pytest.raises(ds.RunError, match=r"train.run_dir = .*file' cannot be written"):
+        RunLock(tmp_path / "file").take()
+
     def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 

@@ -63,8 +63,12 @@ class History:
     @classmethod
     def of(cls, host: dict[str, Any]) -> "History":
         """From what `dataclasses.asdict` made of one; unknown values are left out."""
-        found: dict[str, Any] = {f.name: host[f.name] for f in dataclasses.fields(cls) if f.name in host}
-        found["recent"] = Recent(**found.get("recent", {}))
+
+        def known(part: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+            return {f.name: values[f.name] for f in dataclasses.fields(part) if f.name in values}
+
+        found = known(cls, host)
+        found["recent"] = Recent(**known(Recent, found.get("recent", {})))
         return cls(**found)
 
     def enter(self, leg: Leg, identity: str) -> None:
@@ -191,8 +195,11 @@ class RunLock:
                 lock files.
         """
         while self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._path.open("a+")
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                file = self._path.open("a+")
+            except OSError as error:
+                raise RunError(f"train.run_dir = {str(self._path.parent)!r} cannot be written: {error}") from None
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
