@@ -4,6 +4,7 @@
 import copy
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -282,6 +283,11 @@ class TrainConfig(Section):
     """Batches of an evaluation; fewer if there is less held-out text."""
     checkpoint_every: int = 100
     """Steps between checkpoints; there is one at the end too."""
+    checkpoint_minutes: float = 0.0
+    """Save a checkpoint also when the last one is this many minutes old; 0: by steps alone."""
+    stop_after_minutes: float = 0.0
+    """Save and stop after this many minutes, from the start of the command, with exit status 143 as after SIGTERM; the
+    same command goes on. For a time limit of a cluster. 0: never."""
     keep: int = 2
     """Newest checkpoints to keep; one from before the decay of the learning rate stays too."""
     keep_every: int = 0
@@ -307,6 +313,8 @@ class TrainConfig(Section):
         self.need_positive("eval_every eval_batches checkpoint_every keep bad_steps accumulate")
         for key in ("steps", "seed", "sample_tokens", "cpu_devices", "keep_every"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
+        for key in ("checkpoint_minutes", "stop_after_minutes"):
+            self.need(key, 0 <= getattr(self, key) < math.inf, "must be 0 or above")
         for key in ("run_dir", "init_from"):
             here = "://" not in getattr(self, key)
             self.need(key, here, "is an address: use a folder of a file system, such as a mounted bucket or disk")

@@ -20,9 +20,11 @@ from dsv4_jax.mesh import make_mesh
 from dsv4_jax.train import loop
 from dsv4_jax.train.anticipation import learned_layers, make_route, route_shape, route_type
 from dsv4_jax.train.checkpoint import load_model
+from dsv4_jax.train.deadlines import Deadlines
 from dsv4_jax.train.feed import put_batch
 from dsv4_jax.train.state import abstract_state, init_state
 from dsv4_jax.train.step import losses
+from dsv4_jax.train.timing import Timing
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -55,7 +57,9 @@ class Programs:
     """Start, routing and step of the routed model: those that the runs here use too."""
 
     def __init__(self, cfg):
-        self._trainer, self._leg = loop._Trainer(cfg, [], None, Console(quiet=True)), cfg.legs[0]
+        console = Console(quiet=True)
+        self._trainer = loop._Trainer(cfg, [], None, console, Timing(), Deadlines(cfg.train))
+        self._leg = cfg.legs[0]
         self.start = jax.jit(lambda: init_state(cfg))()
 
     def _run(self, name, state, batch):

@@ -34,6 +34,7 @@ from dsv4_jax.terminal import SafeConsole, printable
 from dsv4_jax.train.anticipation import abstract_routes, make_route, route_shape
 from dsv4_jax.train.checkpoint import Checkpoints, load_model, of_first
 from dsv4_jax.train.checks import start_warnings
+from dsv4_jax.train.deadlines import Deadlines
 from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
 from dsv4_jax.train.feed import Data, counted_rows, put_batch, read_data, streams
 from dsv4_jax.train.metrics import Display, MetricsWriter
@@ -85,7 +86,7 @@ def run(cfg: Config, console: Console | None = None) -> TrainState:
 
 
 def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
-    run_dir, timing = Path(cfg.train.run_dir), Timing()
+    run_dir, timing, deadlines = Path(cfg.train.run_dir), Timing(), Deadlines(cfg.train)
     check_model(cfg, run_dir)
     checkpoints = Checkpoints(run_dir / "checkpoints", cfg.train.keep, cfg.train.keep_every)
     newest = checkpoints.newest()
@@ -113,7 +114,7 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
             console.print(*describe_stages(cfg), sep="\n")
         if jax.sharding.get_abstract_mesh().size > 1:
             console.print(*describe_placement(cfg, leg), sep="\n")
-        trainer = _Trainer(cfg, data, checkpoints, console, timing)
+        trainer = _Trainer(cfg, data, checkpoints, console, timing, deadlines)
         state = trainer.start()
         cfg = trainer.cfg
         write_config(cfg, run_dir)
@@ -136,8 +137,17 @@ class _Spike(Exception):
 class _Trainer:
     """A run: its configuration, data and checkpoints, and what it knows beside its arrays."""
 
-    def __init__(self, cfg: Config, data: list[Data], checkpoints: Checkpoints, console: Console, timing: Timing):
-        self.cfg, self.data, self.checkpoints, self.console, self.timing = cfg, data, checkpoints, console, timing
+    def __init__(
+        self,
+        cfg: Config,
+        data: list[Data],
+        checkpoints: Checkpoints,
+        console: Console,
+        timing: Timing,
+        deadlines: Deadlines,
+    ):
+        self.cfg, self.data, self.checkpoints, self.console = cfg, data, checkpoints, console
+        self.timing, self.deadlines = timing, deadlines
         self.history = History()
         self.routes: collections.deque[jax.Array] = collections.deque()  # experts of the next batches
         self.programs: dict[tuple[str, bool], Callable[..., Any]] = {}  # of the stage
@@ -212,6 +222,7 @@ class _Trainer:
             host = dataclasses.asdict(self.history) | {"config": resolved(self.cfg)}
             self.checkpoints.save(step, dataclasses.replace(state, routes=tuple(self.routes)), host)
         self.timing.saved(step)
+        self.deadlines.saved()
 
     def wait(self) -> None:
         """Wait until the last save is finished and verified."""
@@ -412,12 +423,14 @@ class _Trainer:
             pending = {"step": step, "lag": lag} | metrics
             if failure := self.checkpoints.failed():
                 self.event(step, "save", f"{failure}; the next save is tried all the same")
-            stop = self.stopped(step)
+            late, over = self.deadlines.passed(step)
+            stop = self.stopped(step) or (signal.SIGTERM if over else 0)
+            saves = late or step % train.checkpoint_every == 0
             ends = stop or step == run.steps
             due = step == run.steps or step % train.eval_every == 0
             if ends:
                 self.profile.stop()
-            if due or ends or step == last or self.bad or step % train.checkpoint_every == 0:
+            if due or ends or step == last or self.bad or saves:
                 found = {}
                 if due and not stop:
                     jax.block_until_ready(metrics)  # the step ends before the evaluation begins
@@ -427,11 +440,11 @@ class _Trainer:
                     self.console.print(f"step {step}: held-out loss {held_out:.3f} nats per {unit}")
                 self.finish(leg, pending, found)
                 pending = None
-                if ends or step % train.checkpoint_every == 0:
+                if ends or saves:
                     self.save(state)
             if stop:
                 self.wait()
-                name = signal.Signals(stop).name
+                name = "train.stop_after_minutes" if over else signal.Signals(stop).name
                 self.console.print(f"stopped by {name} at step {step}; the same command goes on from there")
                 raise SystemExit(128 + stop)
         return state
