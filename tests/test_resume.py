@@ -159,9 +159,8 @@ def test_another_batch_changes_only_the_steps_to_come(corpus, tmp_path):
     assert rates[2:50] == [rates[49]] * 48 and rates[49] == pytest.approx(1e-2)
     np.testing.assert_allclose(rates[50:], 3e-4 + (1e-2 - 3e-4) * cosine, rtol=1e-6)
     assert rates[51] == pytest.approx(1e-2) and rates[52] < 0.999e-2
-    held = metrics(tmp_path)[-1]
-    train(larger.replace({"train.steps": 54}))
-    assert metrics(tmp_path)[52] == held  # resumed from a checkpoint of both batches
+    history = manifests.read(tmp_path / "checkpoints" / "53")["host"]
+    assert history["clock"] == [[0, 0], [50, 6400], [53, 7168]]
 
 
 def test_another_batch_leaves_stages_where_their_tokens_are(corpus, tmp_path):
@@ -188,9 +187,8 @@ def test_longer_training_names_the_rate_it_goes_back_to(corpus, tmp_path):
     train(cfg)
     saved = tmp_path / "checkpoints"
     assert {path.name for path in saved.iterdir()} == {"4", "8"}
-    shutil.copytree(tmp_path, tmp_path.with_name("other"))
-    longer = cfg.replace({"train.steps": 20})
-    said = train(longer.replace({"train.steps": 12}))
+    longer = cfg.replace({"train.steps": 12})
+    said = train(longer)
     assert "changed     learning rate of step 9: 0.0003 before, 0.01 now" in said
     assert {path.name for path in saved.iterdir()} == {"8", "12"}
-    assert "learning rate" not in train(longer.replace({"train.steps": 12}))
+    assert "learning rate" not in train(longer)
