@@ -220,7 +220,8 @@ def test_balance_loss_is_summed_over_documents():
 
     @jax.jit
     def loss(scores, experts, segments):
-        routing = Routing(jax.reshard(scores, act_spec(3)), jax.reshard(experts, act_spec(3)), None)
+        shares = scores / scores.sum(-1, keepdims=True)
+        routing = Routing(scores, jax.reshard(shares, act_spec(3)), jax.reshard(experts, act_spec(3)), None)
         return balance_loss(routing, documents(segments))
 
     x = jnp.asarray(scores, jnp.float32), jnp.asarray(experts), jnp.asarray(segments)

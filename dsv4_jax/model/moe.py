@@ -26,11 +26,13 @@ class Routing(NamedTuple):
 
     Attributes:
         scores_BSE: sqrt(softplus) affinities, fp32.
+        shares_BSE: each score over the sum of all the token's scores, fp32.
         experts_BSk: chosen experts, int32.
         weights_BSk: their weights, fp32.
     """
 
     scores_BSE: jax.Array
+    shares_BSE: jax.Array
     experts_BSk: jax.Array
     weights_BSk: jax.Array
 
@@ -44,6 +46,16 @@ def sqrt_softplus(z: jax.Array) -> jax.Array:
     low = z < -20
     root = jnp.sqrt(jax.nn.softplus(jnp.where(low, 0.0, z)))
     return jnp.where(low, jnp.exp(jnp.where(low, z, -20.0) / 2), root)
+
+
+def log_sqrt_softplus(z: jax.Array) -> jax.Array:
+    """Compute log(sqrt(log(1 + e^z))), which stays finite where the root underflows to 0.
+
+    Quotients of scores are a softmax of this: the sum of scores that are all tiny would underflow, and its square
+    in the gradient earlier.
+    """
+    low = z < -20
+    return jnp.where(low, z / 2, jnp.log(jax.nn.softplus(jnp.where(low, 0.0, z))) / 2)
 
 
 def hash_table(vocab: int, n_experts: int, k: int, seed: int) -> np.ndarray:
@@ -86,7 +98,8 @@ class Gate(nnx.Module):
         """
         cfg = self.cfg
         x, w = x_BSD.astype(jnp.float32), whole(self.weight)
-        scores = sqrt_softplus(jnp.einsum("bsd,de->bse", x, w, precision="highest") / cfg.gate_temp)
+        logits = jnp.einsum("bsd,de->bse", x, w, precision="highest") / cfg.gate_temp
+        scores, log_scores = sqrt_softplus(logits), log_sqrt_softplus(logits)
         if self.hashed:
             experts = jax.reshard(self.tid2eid[...], jax.P()).at[ids_BS].get(out_sharding=act_spec(3))
         elif forced_BSk is not None:
@@ -99,9 +112,8 @@ class Gate(nnx.Module):
             tokens = act_spec(3)  # by hand: XLA gathers all scores of all devices for a sharded top-k
             best = lambda scores: jax.lax.top_k(scores, cfg.n_activated_experts)[1]
             experts = jax.shard_map(best, in_specs=tokens, out_specs=tokens)(biased)
-        chosen = jnp.take_along_axis(scores, experts, axis=-1)
-        weights = chosen / (chosen.sum(-1, keepdims=True) + 1e-20) * cfg.route_scale
-        return Routing(scores, experts, weights)
+        weights = jax.nn.softmax(jnp.take_along_axis(log_scores, experts, axis=-1), axis=-1) * cfg.route_scale
+        return Routing(scores, jax.nn.softmax(log_scores, axis=-1), experts, weights)
 
 
 class RoutedExperts(nnx.Module):
@@ -185,13 +197,14 @@ def balance_loss(routing: Routing, docs: Documents) -> jax.Array:
     P_e = mean share of e in the scores; the result is the sum of T * sum_e f_e P_e over documents, to
     be divided by the number of real tokens. f carries no gradient.
     """
-    E, k = routing.scores_BSE.shape[-1], routing.experts_BSk.shape[-1]
+    E, k = routing.shares_BSE.shape[-1], routing.experts_BSk.shape[-1]
 
-    def rows(scores_BSE: jax.Array, experts_BSk: jax.Array, first_BS: jax.Array) -> jax.Array:
+    def rows(shares_BSE: jax.Array, experts_BSk: jax.Array, first_BS: jax.Array) -> jax.Array:
         S = first_BS.shape[1]
         origin = offset(S)
-        share = scores_BSE / scores_BSE.sum(-1, keepdims=True)
-        values = jnp.concatenate([jax.nn.one_hot(experts_BSk, E).sum(2), share, jnp.ones_like(share[..., :1])], -1)
+        values = jnp.concatenate(
+            [jax.nn.one_hot(experts_BSk, E).sum(2), shares_BSE, jnp.ones_like(shares_BSE[..., :1])], -1
+        )
         # Slot 0 is the document that began left of this chunk, if any; padding (first >= whole row) is dropped.
         slot_BS = jnp.where(first_BS >= origin, first_BS - origin + 1, 0)
         sums = jax.vmap(lambda x, slot: jax.ops.segment_sum(x, slot, num_segments=S + 1))(values, slot_BS)
@@ -205,4 +218,4 @@ def balance_loss(routing: Routing, docs: Documents) -> jax.Array:
 
     tokens = jax.P(BATCH, "context")
     run = jax.shard_map(rows, in_specs=tokens, out_specs=jax.P(BATCH))
-    return run(routing.scores_BSE, routing.experts_BSk, jax.reshard(docs.first_BS, act_spec(2))).sum()
+    return run(routing.shares_BSE, routing.experts_BSk, jax.reshard(docs.first_BS, act_spec(2))).sum()

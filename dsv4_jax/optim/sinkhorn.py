@@ -71,7 +71,9 @@ def sinkhorn_scales(
 
 
 def _reciprocal(x: jax.Array) -> jax.Array:
-    return jnp.where(x > 0, 1 / jnp.where(x > 0, x, 1), 0)
+    """Compute 1 / x for x >= 0, and 0 where x is 0 or a denormal, whose reciprocal may overflow."""
+    normal = x >= jnp.finfo(x.dtype).tiny
+    return jnp.where(normal, 1 / jnp.where(normal, x, 1), 0)
 
 
 def scale_by_sinkhorn(
