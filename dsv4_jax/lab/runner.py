@@ -25,7 +25,7 @@ from dsv4_jax.optim.schedules import trapezoid
 from dsv4_jax.validate import ConfigError
 
 CHUNK = 50  # steps of one compiled call, and of one point of a curve
-WIDEST = 8  # doublings or halvings of the learning rate on either side
+WIDEST = 16  # doublings and halvings of the learning rate, on both sides together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,10 +170,10 @@ def best_rate(rates: Sequence[float], score: Callable[[float], float]) -> float:
     """The rate of lowest score, from a grid widened by factors of two until the best is inside.
 
     Raises:
-        ConfigError: if no rate of the grid is best within eight doublings or halvings.
+        ConfigError: if no rate is best inside the grid after `WIDEST` rounds of doubling or halving.
     """
     grid = list(rates)
-    for _ in range(2 * WIDEST):
+    for _ in range(WIDEST):
         best = min(grid, key=score)
         if best != grid[0] and best != grid[-1]:
             return best

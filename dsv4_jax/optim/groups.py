@@ -176,7 +176,26 @@ def _groups(params: Any, rules: Rules | None, frozen: str | None, group: Callabl
     if frozen is not None and not any(stays):
         raise ValueError(f"frozen = {frozen!r} matches no path, such as {_some([path for path, _ in found])}")
     groups = [Group("frozen") if stay else group(role) for stay, (_, role) in zip(stays, found, strict=True)]
+    for (path, role), group_, x in zip(found, groups, jax.tree.leaves(params), strict=True):
+        _check_shape(path, role, group_, x.shape)
     return jax.tree.structure(params).unflatten(groups)
+
+
+def _check_shape(path: str, role: Role, group: Group, shape: tuple[int, ...]) -> None:
+    """Refuse a leaf that its rule could not update, by name and before any step."""
+    problem = ""
+    if group.rule == "muon":
+        try:
+            block_shapes(group.matrix, shape)
+        except ValueError as error:
+            problem = str(error)
+    elif group.rule == "sinkhorn" and not (len(shape) >= 2 and -len(shape) <= group.rows < len(shape)):
+        problem = f"a table needs two axes, the axis of rows ({group.rows}) among them"
+    if problem:
+        raise ValueError(
+            f"leaf {path!r} of shape {shape} does not fit its role {role.kind!r}: {problem}; Role('vector') is for "
+            "leaves that are no matrix"
+        )
 
 
 def grouped(
@@ -213,6 +232,10 @@ def grouped(
         b1: of AdamW, as the following two; not Nesterov's form.
         b2: decay of its second moment.
         eps: added to the root of its second moment.
+
+    AdamW's count is one for all leaves, and so is its bias correction: a leaf that a later stage begins to train
+    starts with moments of 0 and is corrected as if it had been trained from the start. Its first step is
+    (1 - b1) / sqrt(1 - b2) learning rates, 0.45 at the defaults (3.2 at b2 = 0.999), where that of a new run is 1.
     """
     leaves = group_leaves(groups)
     labels = _like(groups, [group.rule for group in leaves])
@@ -233,10 +256,20 @@ def grouped(
     rules: dict[Hashable, optax.GradientTransformation] = {
         "muon": muon,
         "sinkhorn": sinkhorn,
-        "adamw": steady(optax.scale_by_adam(b1, b2, eps)),
+        "adamw": steady(optax.scale_by_adam(b1, b2, eps, eps_root=_least_square(b2))),
         "frozen": optax.set_to_zero(),
     }
     return optax.chain(optax.partition(rules, labels), _scale_by_group(learning_rate, leaves))
+
+
+def _least_square(b2: float) -> float:
+    """Return the mean square below which (1 - b2) g^2 is no normal fp32 number and is rounded to 0.
+
+    Added under AdamW's root, it stands for what the second moment lost. Without it a gradient of 1e-19 makes a step
+    of 10 learning rates at eps = 1e-20, since only eps is left to divide by. It changes the steps of gradients of
+    1e-17 by 0.1 % and of 1e-15 by nothing that fp32 holds. The state keeps its layout.
+    """
+    return float(jnp.finfo(jnp.float32).tiny) / (1 - b2)
 
 
 def group_leaves(groups: Any) -> list[Group]:

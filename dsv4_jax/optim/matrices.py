@@ -67,7 +67,8 @@ def _resolve(spec: Any, shape: tuple[int, ...]) -> _Layout:
         axes = tuple(axis % len(shape) for axis in axes)
         size = math.prod(shape[axis] for axis in axes)
         parts = (size // max(split, 1),) * split if isinstance(split, int) else tuple(split)
-        if not parts or sum(parts) != size or min(parts) < 1:
+        empty = isinstance(split, int) and split > 0 == size  # matrices without entries
+        if not empty and (not parts or sum(parts) != size or min(parts) < 1):
             raise ValueError(f"{spec} does not split the {size} entries of axes {axes} of shape {shape}")
         sides.append((axes, parts))
     (reduction, rows), (output, columns) = sides
@@ -84,6 +85,8 @@ def block_shapes(spec: MatrixSpec, shape: tuple[int, ...]) -> list[tuple[int, in
         ValueError: if the spec does not fit the shape.
     """
     at = _resolve(spec, shape)
+    if not math.prod(shape):
+        return []
     return [(n, m) for n in at.rows for m in at.columns] * math.prod(shape[axis] for axis in at.stack)
 
 
@@ -203,6 +206,10 @@ def map_matrices(
     Raises:
         ValueError: if a spec does not fit its tensor.
     """
+    if not all(x.size for x in xs):  # a tensor without entries has no matrix to hand to f
+        some = [i for i, x in enumerate(xs) if x.size]
+        ys = dict(zip(some, map_matrices(f, [xs[i] for i in some], [specs[i] for i in some]), strict=True))
+        return [ys.get(i, x) for i, x in enumerate(xs)]
     if not xs:
         return []
     layouts = [_resolve(spec, x.shape) for x, spec in zip(xs, specs, strict=True)]

@@ -4,14 +4,15 @@
 Head-wise Muon (section 2.5 of the V4.1 report) is the same with another `MatrixSpec`.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import optax
 
 from dsv4_jax.optim.matrices import MatrixSpec, map_matrices
-from dsv4_jax.optim.newton_schulz import HYBRID, Coefficients, Precision, newton_schulz
+from dsv4_jax.optim.newton_schulz import HYBRID, Coefficients, Precision, coefficient_steps, newton_schulz
 from dsv4_jax.optim.trees import leaf_settings, steady
 
 Specs = MatrixSpec | Any | Callable[[Any], Any]
@@ -42,21 +43,38 @@ def scale_by_orthogonal(
         batch_size: matrices iterated at a time on a device.
 
     Raises:
-        ValueError: from `update`, if a spec does not fit its leaf.
+        ValueError: for unusable coefficients; from `update`, if a spec does not fit its leaf.
     """
-
-    def orthogonal(x_Nnm: jax.Array) -> jax.Array:
-        y = newton_schulz(x_Nnm, coefficients, precision=precision, gram=gram, batch_size=batch_size)
-        return y * x_Nnm.shape[-1] ** 0.5
+    steps = tuple(tuple(step) for step in coefficient_steps(coefficients))
 
     def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
         specs = leaf_settings(matrices, updates, (MatrixSpec, optax.contrib.MuonDimensionNumbers))
-        leaves = jax.jit(lambda xs: map_matrices(orthogonal, xs, specs))(leaves)
+        specs = tuple(MatrixSpec(*(a if isinstance(a, int) else tuple(a) for a in spec)) for spec in specs)
+        leaves = _orthogonal(leaves, specs, steps, precision, gram, batch_size)
         return treedef.unflatten([(rms * x).astype(x.dtype) for x in leaves]), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+# At the top level, so that updates outside of a caller's jit are compiled once and not at every call.
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _orthogonal(
+    leaves: Sequence[jax.Array],
+    specs: Sequence[MatrixSpec],
+    coefficients: Coefficients,
+    precision: Precision | None,
+    gram: bool,
+    batch_size: int | None,
+) -> list[jax.Array]:
+    """Replace every matrix by its orthogonal factor times sqrt(max(rows, columns))."""
+
+    def orthogonal(x_Nnm: jax.Array) -> jax.Array:
+        y = newton_schulz(x_Nnm, coefficients, precision=precision, gram=gram, batch_size=batch_size)
+        return y * x_Nnm.shape[-1] ** 0.5
+
+    return map_matrices(orthogonal, leaves, specs)
 
 
 def scale_by_muon(

@@ -10,7 +10,8 @@ ln(0.3 / tau) / ln(1 / momentum) steps. At momentum 0.95 that is 110, 66, 22 and
 1e-3, 1e-2, 0.1 and 0.3 (counted in `tests/test_sinkhorn.py`).
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -97,19 +98,35 @@ def scale_by_sinkhorn(
     if iterations % 2 == 0 or iterations < 1:
         raise ValueError(f"iterations must be odd and positive, so that rows end balanced; found {iterations}")
 
-    def balanced(x: jax.Array, axis: int) -> jax.Array:
-        r, c = sinkhorn_scales(x, iterations=iterations, tau=tau, rows=axis)
-        columns = x.shape[x.ndim - 1 - (axis % x.ndim == x.ndim - 1)]
-        return (r * x * (scale * columns**0.5 * c)).astype(x.dtype)
-
     def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        axes = leaf_settings(rows, updates, int)
-        run = jax.jit(lambda xs: [balanced(x, axis) for x, axis in zip(xs, axes, strict=True)])
-        return treedef.unflatten(run(leaves)), state
+        axes = tuple(leaf_settings(rows, updates, int))
+        columns = [x.shape[x.ndim - 1 - (axis % x.ndim == x.ndim - 1)] for x, axis in zip(leaves, axes, strict=True)]
+        sizes = [scale * n**0.5 for n in columns]
+        return treedef.unflatten(_balanced(leaves, sizes, tau, axes, iterations)), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+# At the top level, so that updates outside of a caller's jit are compiled once and not at every call.
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _balanced(
+    tables: Sequence[jax.Array],
+    sizes: Sequence[float | jax.Array],
+    tau: float | jax.Array,
+    axes: Sequence[int],
+    iterations: int,
+) -> list[jax.Array]:
+    """Balance every table, then multiply it by its size; an empty one stays as it is."""
+
+    def balanced(x: jax.Array, size: float | jax.Array, axis: int) -> jax.Array:
+        if not x.size:
+            return x
+        r, c = sinkhorn_scales(x, iterations=iterations, tau=tau, rows=axis)
+        return (r * x * (size * c)).astype(x.dtype)
+
+    return [balanced(x, size, axis) for x, size, axis in zip(tables, sizes, axes, strict=True)]
 
 
 def sinkhorn_balanced(
