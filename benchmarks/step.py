@@ -16,11 +16,9 @@ from timing import fastest
 import dsv4_jax as ds
 from dsv4_jax.mesh import make_mesh, start_devices
 from dsv4_jax.summary import operations_per_token
+from dsv4_jax.train.hardware import peak_flops
 from dsv4_jax.train.state import abstract_batch, init_state
 from dsv4_jax.train.step import make_train_step
-
-# Dense bf16 operations a second, from the vendors' data sheets.
-PEAK = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12, "TPU v5 lite": 197e12, "TPU v5": 459e12, "TPU v6 lite": 918e12}
 
 
 def prepared(cfg: ds.Config, mesh: jax.sharding.Mesh):
@@ -56,7 +54,7 @@ def main() -> None:
     devices, kind = np.prod(shape), jax.devices()[0].device_kind
     operations = sum(operations_per_token(cfg.model, cfg.data.seq_len)) * tokens / seconds / devices
     print(f"{devices} x {kind}: {seconds:.3f} s a step, {tokens / seconds:,.0f} tokens/s")
-    peak = next((p for name, p in PEAK.items() if kind.startswith(name)), None)
+    peak = peak_flops(cfg.train.peak_flops)
     print(f"model FLOP utilisation {operations / peak:.1%}" if peak else f"{operations:.3g} operations/s a device")
     if devices > 1:
         _, alone = prepared(cfg, make_mesh())

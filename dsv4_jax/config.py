@@ -306,12 +306,17 @@ class TrainConfig(Section):
     """Several processes, each started with the same command. HOST:PORT,COUNT,NUMBER: where process 0 listens, how
     many there are, which this is. auto: as JAX finds them on Cloud TPU and under SLURM, Kubernetes or MPI. Empty: one
     process."""
+    compile_cache: str = "~/.cache/dsv4_jax/programs"
+    """Folder of compiled programs, which later starts read instead of compiling; empty: none. A folder that JAX was
+    given, as by JAX_COMPILATION_CACHE_DIR, comes first."""
+    peak_flops: float = 0.0
+    """Operations a second that one device can make, for the metric `mfu`; 0: by the kind of device, where known."""
     deterministic: bool = False
     """Have a GPU give the same bits every time, at some cost. CPU and TPU do so anyway."""
 
     def _check(self) -> None:
         self.need_positive("eval_every eval_batches checkpoint_every keep bad_steps accumulate")
-        for key in ("steps", "seed", "sample_tokens", "cpu_devices", "keep_every"):
+        for key in ("steps", "seed", "sample_tokens", "cpu_devices", "keep_every", "peak_flops"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
         for key in ("checkpoint_minutes", "stop_after_minutes"):
             self.need(key, 0 <= getattr(self, key) < math.inf, "must be 0 or above")

@@ -54,6 +54,9 @@ SECTIONS = {
         "lag": ("Anticipatory routing", "steps between routing and use"),
     },
     "Time": {
+        "mfu": ("Model FLOP utilisation", "share of the devices' peak"),
+        "memory_in_use": ("Device memory in use", "bytes on the fullest device"),
+        "memory_peak": ("Device memory, most so far", "bytes on the fullest device"),
         "goodput": ("Goodput", "share of the process's time in steps that count"),
         "seconds/compile": ("Compiling", "seconds so far"),
         "seconds/data": ("Waiting for data", "seconds so far, part of the steps"),

@@ -37,6 +37,7 @@ from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.deadlines import Deadlines
 from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
 from dsv4_jax.train.feed import Data, counted_rows, put_batch, read_data, streams
+from dsv4_jax.train.hardware import device_memory, use_compile_cache, utilisation_per_rate
 from dsv4_jax.train.metrics import Display, MetricsWriter
 from dsv4_jax.train.profile import Profile
 from dsv4_jax.train.run_dir import (
@@ -99,6 +100,7 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
             "model.engram_token_map: the tokenizer.json or the .npy that gives so many numbers"
         )
     start_devices(cfg.train.cpu_devices, cfg.train.distributed, cfg.train.deterministic)
+    use_compile_cache(cfg.train.compile_cache)
     lock.take_first()
     with checkpoints:
         leg = cfg.leg(newest[0] if newest else 0)
@@ -379,7 +381,9 @@ class _Trainer:
         history.tokens += new
         scalars |= {"tokens": history.tokens, "tokens_per_s": new / seconds}
         scalars |= {"skipped_records": self.data[leg.number].skipped, "spikes": history.spikes}
-        scalars |= {"rollbacks": history.rollbacks} | self.timing.scalars() | more
+        scalars |= {"rollbacks": history.rollbacks} | self.timing.scalars() | device_memory() | more
+        if self.utilisation:
+            scalars["mfu"] = self.utilisation * scalars["tokens_per_s"]
         self.writer.write(scalars)
         self.display.update(scalars, seconds)
         if self.bad >= train.bad_steps:
@@ -400,6 +404,7 @@ class _Trainer:
         """The steps of a stage."""
         run, train, step, last = self.cfg, self.cfg.train, int(state.step), min(leg.last, self.cfg.steps)
         pending: dict[str, Any] | None = None  # the metrics of the last step, which the device still works on
+        self.utilisation = utilisation_per_rate(leg.cfg)
         self.timing.restart()
         while step < last:
             experts, lag = self.ahead(leg, state, step, stream, place)

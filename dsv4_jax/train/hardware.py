@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Use the devices: cache compiled programs on disk, measure the share of the peak and the memory in use."""
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from dsv4_jax.config import Config
+from dsv4_jax.summary import operations_per_token
+
+# Dense bf16 operations a second of one device, from the vendors' data sheets.
+PEAK_FLOPS = {
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+
+
+def use_compile_cache(folder: str) -> None:
+    """Keep compiled programs in `folder` (`~` is the home folder); empty: keep none.
+
+    A folder that JAX was given already, by JAX_COMPILATION_CACHE_DIR or in Python, stays. Programs for the CPU lie in a
+    subfolder for the kind of CPU, since home folders are shared by machines and such code runs on its own kind only.
+    """
+    if not folder or jax.config.values.get("jax_compilation_cache_dir"):
+        return
+    path = Path(os.path.expanduser(folder))
+    if jax.default_backend() == "cpu":
+        path /= "cpu-" + hashlib.sha256(_cpu().encode()).hexdigest()[:8]
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    compilation_cache.reset_cache()  # if this process has compiled before, JAX has noted that there is no cache
+
+
+def _cpu() -> str:
+    """Return the instruction sets of the CPU, or what is known of it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def peak_flops(given: float) -> float:
+    """Return the operations a second that one device can make: `given`, or by the kind of device; 0: unknown."""
+    kind = jax.devices()[0].device_kind
+    return given or next((peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)), 0.0)
+
+
+def utilisation_per_rate(cfg: Config) -> float:
+    """Return the model FLOP utilisation at one token a second; 0 if the peak is unknown.
+
+    It is 0 too where only a part of the model is trained, which takes fewer operations than `operations_per_token`.
+    """
+    peak = peak_flops(cfg.train.peak_flops)
+    part = cfg.train.stage != "pretrain" or cfg.train.frozen or cfg.model.attention == "warmup"
+    if not peak or part:
+        return 0.0
+    return sum(operations_per_token(cfg.model, cfg.data.seq_len)) / (peak * jax.device_count())
+
+
+def device_memory() -> dict[str, float]:
+    """Return the bytes in use now and at most so far, on the fullest device of this process; nothing on CPUs."""
+    stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
+    names = {"memory_in_use": "bytes_in_use", "memory_peak": "peak_bytes_in_use"}
+    return {name: max(s[key] for s in stats) for name, key in names.items() if stats and all(key in s for s in stats)}
