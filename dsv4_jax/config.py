@@ -13,6 +13,7 @@ import tyro
 
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.optim import COEFFICIENTS
+from dsv4_jax.plugins import reference
 from dsv4_jax.stages import Leg, Stage, changed, legs
 from dsv4_jax.validate import ConfigError, Section
 
@@ -95,6 +96,10 @@ class OptimConfig(Section):
 
     name: Literal["deepseek_v4", "deepseek_v41", "adamw"] = "deepseek_v4"
     """Which rule moves which parameter: a published table (`dsv4_jax.optim`), or AdamW for all."""
+    make: str = ""
+    """Your own optimizer instead of name's: `module:function` or `path/to/file.py:function`, called as function(rate,
+    params), which returns an optax GradientTransformation (docs/extending.md). A configuration file may also give the
+    function itself. Empty: none."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     end_learning_rate: float = 3e-4
@@ -138,6 +143,10 @@ class OptimConfig(Section):
     """Decoupled weight decay, times the learning rate, of what the table decays."""
     clip: float = 1.0
     """Largest global norm of the gradient; a larger one is scaled down to it. 0: no clipping."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "make", reference(self.make, "optim.make"))  # text, which config.json can hold
+        super().__post_init__()
 
     def _check(self) -> None:
         self.need_positive("learning_rate eps rms")

@@ -31,6 +31,8 @@ def reference(function: str | Callable[..., Any], key: str) -> str:
         ConfigError: for text of another form, or a function that no text can name (a lambda, a function made
             inside another one, a `functools.partial`).
     """
+    if not isinstance(function, str) and not callable(function):
+        raise ConfigError(f"{key} = {function!r}: expected a function, {EXPECTED}")
     if isinstance(function, str):
         if function and not _FORM.fullmatch(function):
             raise ConfigError(f"{key} = {function!r}: expected {EXPECTED}")

@@ -146,7 +146,9 @@ def describe_optimizer(cfg: Config) -> tuple[str, str]:
         sizes[group.rule] += x.size
         matrices += block_count(group, x.shape).total()
     moved = [f"{rule} {size:,}" + f" in {matrices:,} matrices" * (rule == "muon") for rule, size in sizes.most_common()]
-    return f"optimizer   {cfg.optim.name}: {', '.join(moved)}", optim.describe(params, groups, cfg.optim.rms)
+    return f"optimizer   {cfg.optim.make or cfg.optim.name}: {', '.join(moved)}", optim.describe(
+        params, groups, cfg.optim.rms
+    )
 
 
 def describe_placement(cfg: Config, leg: Leg | None = None) -> list[str]:

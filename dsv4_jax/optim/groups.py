@@ -6,6 +6,7 @@ rules give it. A table maps roles to a `Group` for each leaf, and `grouped` make
 """
 
 import collections
+import math
 import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -44,14 +45,15 @@ class Group(NamedTuple):
     """How a leaf is updated: W <- W (1 - lr factor decay) - lr factor direction.
 
     Attributes:
-        rule: "muon", "sinkhorn", "adamw", or "frozen" for no change and no state.
+        rule: "muon", "sinkhorn", "adamw", "frozen" for no change and no state, or "custom" for what an optimizer
+            of the caller's moves (not for `grouped`).
         decay: weight decay.
         factor: on the learning rate, a number or a schedule.
         matrix: of Muon.
         rows: of the Sinkhorn-balanced update.
     """
 
-    rule: Literal["muon", "sinkhorn", "adamw", "frozen"]
+    rule: Literal["muon", "sinkhorn", "adamw", "frozen", "custom"]
     decay: float = 0.0
     factor: float | optax.Schedule = 1.0
     matrix: MatrixSpec = MatrixSpec()
@@ -168,6 +170,11 @@ def adamw_groups(
 ) -> Any:
     """AdamW for every leaf, the baseline: a tree of `Group` like `params`; see `v4_groups`."""
     return _groups(params, rules, frozen, lambda role: Group("adamw", weight_decay))
+
+
+def custom_groups(params: Any, *, frozen: str | None = None) -> Any:
+    """Group of every leaf for descriptions and metrics, where an optimizer of the caller's moves all but `frozen`."""
+    return _groups(params, None, frozen, lambda role: Group("custom"))
 
 
 def _groups(params: Any, rules: Rules | None, frozen: str | None, group: Callable[[Role], Group]) -> Any:
@@ -369,7 +376,7 @@ def describe(params: Any, groups: Any, rms: float = 0.18) -> str:
     leaves = jax.tree.leaves_with_path(params, is_leaf=lambda x: hasattr(x, "role"))
     for (path, _), x, group in zip(leaves, jax.tree.leaves(params), group_leaves(groups), strict=True):
         factor = "schedule" if callable(group.factor) else f"{group.factor:g}"
-        update = {"muon": rms, "sinkhorn": rms, "adamw": 1.0, "frozen": 0.0}[group.rule]
+        update = {"muon": rms, "sinkhorn": rms, "adamw": 1.0, "frozen": 0.0, "custom": math.nan}[group.rule]
         if not callable(group.factor):
             update *= group.factor
         lines.append(
@@ -380,7 +387,7 @@ def describe(params: Any, groups: Any, rms: float = 0.18) -> str:
                 " + ".join(f"{n} of {a} x {b}" for (a, b), n in block_count(group, x.shape).items()) or "-",
                 f"{group.decay:g}",
                 factor,
-                f"{update:g}",
+                "-" if math.isnan(update) else f"{update:g}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -21,6 +21,7 @@ from dsv4_jax.data.packing import Position
 from dsv4_jax.data.pipeline import Batch, Stream
 from dsv4_jax.mesh import QUICK_CPU, on_cpu, start_devices, use_mesh
 from dsv4_jax.model.token_map import token_map
+from dsv4_jax.plugins import resolve
 from dsv4_jax.sample import held_out_prompt, sample
 from dsv4_jax.stages import Leg
 from dsv4_jax.summary import (
@@ -93,6 +94,8 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
     newest = checkpoints.newest()
     if newest:
         cfg = cfg.after(steps_done(*newest))
+    if cfg.optim.make:
+        resolve(cfg.optim.make, "optim.make")  # a wrong name ends the command before data and devices
     data = read_data(cfg)
     if cfg.model.engram_layer_ids and token_map(cfg.model) is None:
         raise ConfigError(

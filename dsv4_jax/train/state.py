@@ -17,7 +17,9 @@ from dsv4_jax.data.images import row_budget
 from dsv4_jax.mesh import act_spec, row_spec
 from dsv4_jax.model.deepseek import DeepSeek, structure
 from dsv4_jax.optim import adamw_groups, grouped, v4_groups, v41_groups
+from dsv4_jax.optim.groups import custom_groups
 from dsv4_jax.optim.schedules import Clock, trapezoid
+from dsv4_jax.plugins import resolve
 from dsv4_jax.validate import ConfigError
 
 
@@ -98,8 +100,10 @@ def split_trained(cfg: Config, params: nnx.State) -> tuple[nnx.State, nnx.State]
 
 
 def parameter_groups(cfg: Config, params: Any, frozen: str | None = None) -> Any:
-    """The `optim.Group` of every parameter."""
+    """The `optim.Group` of every parameter; with `optim.make` all but frozen ones are of the rule "custom"."""
     optim = cfg.optim
+    if optim.make:
+        return custom_groups(params, frozen=frozen)
     tables = {
         "deepseek_v4": v4_groups,
         "deepseek_v41": functools.partial(
@@ -118,9 +122,13 @@ def optimizer(cfg: Config, params: Any, clock: Clock | None = None) -> optax.Gra
         params: the parameters that are trained, or their shapes, an `nnx.State`.
         clock: of the run, for the learning rate; that of `cfg` if absent.
     """
-    optim = cfg.optim
+    optim, rate = cfg.optim, schedule(cfg.optim, cfg.steps, clock or cfg.legs[0].clock)
+    # Without clipping the state has the same structure, so that a stage or a resumed run may switch it.
+    clip = optax.clip_by_global_norm(optim.clip) if optim.clip else optax.identity()
+    if optim.make:
+        return optax.chain(clip, _custom(optim.make, rate, params))
     rules = grouped(
-        schedule(optim, cfg.steps, clock or cfg.legs[0].clock),
+        rate,
         parameter_groups(cfg, params),
         momentum=optim.momentum,
         momentum_dtype=optim.momentum_dtype,
@@ -135,8 +143,25 @@ def optimizer(cfg: Config, params: Any, clock: Clock | None = None) -> optax.Gra
         b2=optim.b2,
         eps=optim.eps,
     )
-    # Without clipping the state has the same structure, so that a stage or a resumed run may switch it.
-    return optax.chain(optax.clip_by_global_norm(optim.clip) if optim.clip else optax.identity(), rules)
+    return optax.chain(clip, rules)
+
+
+def _custom(name: str, rate: optax.Schedule, params: Any) -> optax.GradientTransformation:
+    """Call the function that `optim.make` names.
+
+    Raises:
+        ConfigError: if there is none, or it fails or returns something else than a transformation.
+    """
+    make = resolve(name, "optim.make")
+    try:
+        tx = make(rate, params)
+    except Exception as error:
+        raise ConfigError(f"optim.make = {name!r} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(tx, optax.GradientTransformation):
+        raise ConfigError(
+            f"optim.make = {name!r} must return an optax.GradientTransformation, found {type(tx).__name__}"
+        )
+    return tx
 
 
 def part_of(state: Any, like: Any) -> Any:
