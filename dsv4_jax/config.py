@@ -282,6 +282,9 @@ class TrainConfig(Section):
     """What is trained: everything but DSpark's draft blocks, or the draft blocks alone."""
     init_from: str = ""
     """Folder of another run whose newest checkpoint gives a new run its parameters; empty: random ones."""
+    new_data: bool = False
+    """Start other data at its beginning when resuming; False: a resume with other documents, rows or shares than the
+    checkpoint's is refused. The spelling and place of a path do not count."""
     seed: int = 0
     """Seed of the initial parameters, of the data's order and of the samples."""
     run_dir: str = "runs/default"

@@ -332,11 +332,11 @@ def test_profiled_steps_are_traced(small_straight):
 def test_what_changes_at_a_resume_is_said(small_straight, corpus, tmp_path):
     shutil.copytree(small_straight[0], tmp_path, dirs_exist_ok=True)
     cfg = small(corpus, tmp_path)
-    more = dataclasses.replace(cfg.train, steps=9, keep=3, profile_steps="2:20")
+    more = dataclasses.replace(cfg.train, steps=9, keep=3, profile_steps="2:20", new_data=True)
     said = train(dataclasses.replace(cfg, train=more, data=dataclasses.replace(cfg.data, held_out=0.3)))
     assert "train.keep: 2 before, 3 now" in said and "data.held_out: 0.2 before, 0.3 now" in said
     assert "other data" in said and "train.steps" not in said
     assert "profile     of steps 9 to 9" in said  # resumed inside the steps to trace, and ended inside
-    muon = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, name="deepseek_v4"))
+    muon = dataclasses.replace(cfg, train=more, optim=dataclasses.replace(cfg.optim, name="deepseek_v4"))
     with pytest.raises(ds.ConfigError, match="holds the state of another configuration"):
         train(muon)

@@ -34,7 +34,8 @@ class Data(NamedTuple):
         training: the endless plan of packed rows.
         evaluation: the plan of the held-out rows, once each.
         tokenizer: of both.
-        identity: changes when a position in the training plan means another row.
+        identity: changes when a position in the training plan means another row, `SOURCES-PLAN`: a hash of the
+            documents of its sources, and one of how they are planned, which differs between stages.
         line: what it is, for people.
         skipped: bad records that were left out.
     """
@@ -66,14 +67,20 @@ def read_data(cfg: Config) -> list[Data]:
     budget = row_budget(legs[0].cfg)
     sources, other, tokenizer = open_sources(everything, cfg.model.vocab_size, cfg.model if budget else None)
     opened, seen, plans = dict(zip(paths, sources, strict=True)), dict.fromkeys(paths, 0.0), []
+    fingerprints = {path: fingerprint(source) for path, source in opened.items()}
     for leg in legs:
-        plan, seen = _plan(leg, opened, other, tokenizer, seen)
+        plan, seen = _plan(leg, opened, fingerprints, other, tokenizer, seen)
         plans.append(plan)
     return plans
 
 
 def _plan(
-    leg: Leg, opened: dict[str, Source], other: Source | None, tokenizer: Tokenizer, seen: dict[str, float]
+    leg: Leg,
+    opened: dict[str, Source],
+    fingerprints: dict[str, str],
+    other: Source | None,
+    tokenizer: Tokenizer,
+    seen: dict[str, float],
 ) -> tuple[Data, dict[str, float]]:
     """What a stage reads when so many epochs of every path have been seen, and how many have after it."""
     cfg = leg.cfg
@@ -98,12 +105,13 @@ def _plan(
     endless = leg.last == cfg.train.steps
     epochs = [(seen[path], math.inf if endless else after[path]) for path in weights]
     seed = cfg.train.seed
-    sizes = ((p.source.name, p.tokens, len(p.documents)) for p in training)
-    told: list[Any] = [tokenizer.fingerprint, S, seed, list(weights.values()), *sizes]
+    documents: list[Any] = [tokenizer.fingerprint, seed]
+    documents += [(fingerprints[path], p.tokens, len(p.documents)) for path, p in zip(weights, training, strict=True)]
+    planned: list[Any] = [S, list(weights.values())]
     if budget:
-        told += [vision_settings(cfg.model), budget[1:]]
+        planned += [vision_settings(cfg.model), budget[1:]]
     if leg.number or not endless:
-        told.append([(begin, 0 if endless else end) for begin, end in epochs])
+        planned.append([(begin, 0 if endless else end) for begin, end in epochs])
     skipped = sum(source.skipped for source in [*sources, *filter(None, [other])])
 
     def size(parts: tuple[Part, ...]) -> str:
@@ -115,7 +123,7 @@ def _plan(
         Plan(training, list(weights.values()), S, seed, repeat=True, budget=budget, epochs=epochs),
         Plan([p for p in held_out if p.pieces], [], S, 0, repeat=False, budget=budget),
         tokenizer,
-        hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16],
+        f"{_hash(documents)}-{_hash(planned)}",
         f"data        {size(training)} to train on; {size(held_out)} held out; {skipped:,} bad records skipped",
         skipped,
     )
@@ -139,6 +147,64 @@ def counted_rows(rows: int, process: int) -> list[int]:
     """
     own = [processes for processes in row_processes(rows) if process in processes]
     return [number for number, processes in enumerate(own) if min(processes) == process]
+
+
+def fingerprint(source: Source) -> str:
+    """Hash what decides which pieces a source has: its documents' names and lengths, and where its images lie.
+
+    Where its files lie, how their path is spelled and whether they were tokenised ahead do not count.
+    """
+    found = hashlib.sha256()
+    tables = [] if source.spans is None else [source.spans.ends, source.spans.table]
+    for table in (source.keys, source.lengths, *tables):
+        found.update(np.ascontiguousarray(table).data)
+    return found.hexdigest()[:16]
+
+
+def check_same_data(cfg: Config, data: list[Data], step: int, host: dict[str, Any]) -> None:
+    """Refuse to resume a checkpoint with other data than it was read from, unless `train.new_data` allows it.
+
+    A checkpoint from the end of a stage may be followed by the next one, whose plan is another but whose documents
+    must have the same names, lengths and tokens.
+
+    Args:
+        cfg: the run.
+        data: what each of its stages reads.
+        step: steps done at the checkpoint.
+        host: the checkpoint's JSON values.
+
+    Raises:
+        ConfigError: with the keys of `data` that have changed.
+    """
+    identity, stage, leg = host.get("identity", ""), host.get("stage", 0), cfg.leg(step)
+    if not identity or cfg.train.new_data:
+        return
+    if stage == leg.number and identity == data[stage].identity:
+        return
+    enters = stage < len(data) and leg.number == stage + 1 and step == leg.first
+    if enters and identity.partition("-")[0] == data[stage].identity.partition("-")[0]:
+        return
+    before, now = host["config"]["data"], json.loads(json.dumps(dataclasses.asdict(cfg.data)))
+    changed = [
+        f"data.{key}: {before[key]!r} before, {value!r} now"
+        for key, value in now.items()
+        if key in before and before[key] != value
+    ]
+    lines = changed or ["no key of data has: the files have, or the stages, train.seed or the tokenizer"]
+    raise ConfigError(
+        "\n  ".join(
+            [
+                f"the data of {cfg.train.run_dir} is not that of its checkpoint {step}: going on would repeat or leave "
+                "out documents. Undo what has changed, choose another train.run_dir, or start the new data at its "
+                "beginning with --train.new-data. Changed:",
+                *lines,
+            ]
+        )
+    )
+
+
+def _hash(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from dsv4_jax.train.checkpoint import Checkpoints, load_model, of_first
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.deadlines import Deadlines
 from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
-from dsv4_jax.train.feed import Data, counted_rows, put_batch, read_data, streams
+from dsv4_jax.train.feed import Data, check_same_data, counted_rows, put_batch, read_data, streams
 from dsv4_jax.train.hardware import device_memory, use_compile_cache, utilisation_per_rate
 from dsv4_jax.train.metrics import Display, MetricsWriter
 from dsv4_jax.train.profile import Profile
@@ -97,6 +97,8 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
     if cfg.optim.make:
         resolve(cfg.optim.make, "optim.make")  # a wrong name ends the command before data and devices
     data = read_data(cfg)
+    if newest:
+        check_same_data(cfg, data, *newest)
     if cfg.model.engram_layer_ids and token_map(cfg.model) is None:
         raise ConfigError(
             f"model.engram_compressed_vocab_size = {cfg.model.engram_compressed_vocab_size} needs "
@@ -213,6 +215,7 @@ class _Trainer:
         self.cfg = self.cfg.after(steps_done(step, host))
         if planned != [leg.planned for leg in self.cfg.legs]:
             self.data = read_data(self.cfg)
+        check_same_data(self.cfg, self.data, step, host)  # `run` has looked at the newest, which may be damaged
         self.history, self.routes = History.of(host), collections.deque(state.routes)
         return dataclasses.replace(state, routes=()), host["config"]
 
@@ -302,7 +305,7 @@ class _Trainer:
             state, history = found[0], self.history
         if (history.stage, history.identity) != (leg.number, data.identity):
             if history.identity and history.stage == leg.number:
-                self.warn("this is other data than at the checkpoint: it starts at its beginning")
+                self.warn("this is other data than at the checkpoint: it starts at its beginning (train.new_data)")
             if self.cfg.stages:
                 what = [f"{key} = {value!r}" for key, value in leg.stage.changes.items()]
                 self.event(int(state.step), "stage", ", ".join([f"{leg.stage.name} up to step {leg.last}", *what]))
