@@ -6,14 +6,16 @@ A record of JSONL or Parquet may have images; `<image>` in its text stands for e
 
 import base64
 import binascii
+import contextlib
 import glob
 import gzip
 import importlib.util
+import io
 import json
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from array_record.python import array_record_module as _library  # ty: ignore
 
@@ -22,6 +24,27 @@ from dsv4_jax.validate import ConfigError
 
 ArrayRecordReader, ArrayRecordWriter = _library.ArrayRecordReader, _library.ArrayRecordWriter
 TOKENS = (".bin", ".npy")  # files that hold ids, not text
+JSON = (".jsonl", ".ndjson", ".json")
+# Suffixes of files that are plain text, besides files without one.
+TEXT = frozenset(
+    ".txt .text .md .markdown .rst .tex .bib .org .adoc .html .htm .xml .svg .css .scss .csv .tsv .log .srt .vtt "
+    ".py .pyi .ipynb .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .mm .rs .go .java .kt .scala .swift .js .jsx .mjs .ts "
+    ".tsx .vue .rb .php .pl .pm .r .jl .lua .hs .ml .mli .clj .ex .exs .erl .f .f90 .cs .fs .vb .dart .zig .nim .lean "
+    ".v .vhd .sv .asm .s .sql .proto .graphql .sh .bash .zsh .fish .ps1 .bat .cmake .mk .el .lisp .scm .toml .yaml "
+    ".yml .ini .cfg .conf .diff .patch".split()
+)
+# Names without suffix of files that describe a folder of records and are no part of them.
+_ABOUT = {
+    "readme",
+    "license",
+    "licence",
+    "notice",
+    "dataset_info",
+    "dataset_infos",
+    "dataset_dict",
+    "state",
+    "croissant",
+}
 PLACE = "<image>"  # stands in a text for an image
 # Folders of the standard library that are tests, legacy tools or not the standard library.
 _SKIPPED = {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"}
@@ -49,7 +72,8 @@ class Record(NamedTuple):
 def find(path: str) -> tuple[Path, list[Path]]:
     """The folder that names are relative to, and all files of a source, in the order of their names.
 
-    A folder gives its files, hidden ones left out; else a file or a glob pattern; an empty path is the
+    A folder gives its files, hidden ones left out, and of a folder with files of records or ids those that only
+    describe it (`README.md`, `LICENSE`, `dataset_info.json`); else a file or a glob pattern; an empty path is the
     standard library's source on this machine.
 
     Raises:
@@ -61,6 +85,9 @@ def find(path: str) -> tuple[Path, list[Path]]:
     elif Path(path).is_dir():
         root = Path(path)
         files = [f for f in root.rglob("*") if not any(part.startswith(".") for part in f.relative_to(root).parts)]
+        content = [f for f in files if f.name.partition(".")[0].lower() not in _ABOUT]
+        if any(kind(f) in (*JSON, *TOKENS, ".parquet", ".array_record") for f in content):
+            files = content
     else:
         found = [Path(path)] if Path(path).exists() else [Path(p) for p in glob.glob(path, recursive=True)]
         root, files = Path(path).parent, found
@@ -72,12 +99,56 @@ def find(path: str) -> tuple[Path, list[Path]]:
     return root, files
 
 
+def kind(file: Path) -> str:
+    """Return the suffix that says how a file is read, in lower case: of `a.jsonl.gz` it is `.jsonl`."""
+    name = Path(file.name.lower())
+    return Path(name.stem).suffix if name.suffix in (".gz", ".zst") else name.suffix
+
+
+def _check_kinds(path: str, files: list[Path]) -> None:
+    """Refuse files that no suffix declares as something that can be read.
+
+    Raises:
+        ConfigError: with the name of the first one.
+    """
+    readable = {"", *TEXT, *JSON, ".parquet", ".array_record"}
+    for file in files:
+        packed = file.suffix.lower() in (".gz", ".zst")
+        if kind(file) not in readable or (packed and kind(file) in (".parquet", ".array_record")):
+            raise ConfigError(
+                f"data.path = {path!r}: {file} is no text by its name. What is read: {' '.join(JSON)} with a record a "
+                f"line (.json also with a list of them), .parquet, .array_record, {' '.join(TOKENS)} alone, text: no "
+                f"suffix or {' '.join(sorted(TEXT))}; text and JSON also compressed (.gz, .zst). Move the file away, "
+                "rename it, or choose files by a pattern such as 'texts/**/*.txt'"
+            )
+
+
+@contextlib.contextmanager
+def opened(file: Path) -> Generator[IO[bytes] | io.BufferedReader | gzip.GzipFile]:
+    """Open a file for reading, decompressed if it is `.gz` or `.zst`.
+
+    Raises:
+        ConfigError: if the library for it is absent.
+    """
+    suffix = file.suffix.lower()
+    if suffix == ".zst":
+        if importlib.util.find_spec("pyarrow") is None:
+            raise ConfigError(f"{file} needs a library: pip install 'dsv4_jax[text]'")
+        import pyarrow
+
+        with pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), "zstd") as stream:
+            yield io.BufferedReader(stream, 1 << 20)
+    else:
+        with gzip.open(file) if suffix == ".gz" else file.open("rb") as stream:
+            yield stream
+
+
 def records(path: str, field: str, image_field: str = "") -> Iterator[Record]:
     """Every record of a source of texts, in a fixed order.
 
-    `.jsonl` (also `.gz`) and `.parquet` give the text in `field`, `.array_record` a record each, any other
-    file is a document; if it is the only one it is cut at line ends. With an `image_field` JSONL and Parquet
-    also give the images there, and files that are images are not taken for texts.
+    JSON and Parquet give the text in `field`, `.array_record` a record each, a file of text is a document; if it is
+    the only one it is cut at line ends. With an `image_field` JSON and Parquet also give the images there, and files
+    that are images are left out. Text and JSON may be compressed (`.gz`, `.zst`).
 
     Raises:
         ConfigError: for a file that cannot be read as what its name says, naming it.
@@ -85,14 +156,15 @@ def records(path: str, field: str, image_field: str = "") -> Iterator[Record]:
     root, files = find(path)
     if image_field:
         files = [file for file in files if file.suffix.lower() not in SUFFIXES]
+    _check_kinds(path, files)
     for file in files:
         name = file.relative_to(root).as_posix()
         try:
-            if file.name.endswith((".jsonl", ".jsonl.gz")):
+            if kind(file) in JSON:
                 yield from _jsonl(file, name, field, image_field)
-            elif file.suffix == ".parquet":
+            elif kind(file) == ".parquet":
                 yield from _parquet(file, name, field, image_field)
-            elif file.suffix == ".array_record":
+            elif kind(file) == ".array_record":
                 yield from _array_record(file, name)
             else:
                 yield from _text(file, name, alone=len(files) == 1)
@@ -111,11 +183,12 @@ def _decoded(name: str, data: bytes) -> Record:
 
 def _text(file: Path, name: str, alone: bool) -> Iterator[Record]:
     if not alone:
-        yield _decoded(name, file.read_bytes())
+        with opened(file) as whole:
+            yield _decoded(name, whole.read())
         return
     part: list[bytes] = []
     start = upto = 0
-    with file.open("rb") as lines:
+    with opened(file) as lines:
         for line in lines:
             if part and (upto + len(line)) // _PART > start // _PART:
                 yield _decoded(f"{name}:{start}", b"".join(part))
@@ -126,7 +199,18 @@ def _text(file: Path, name: str, alone: bool) -> Iterator[Record]:
 
 
 def _jsonl(file: Path, name: str, field: str, image_field: str) -> Iterator[Record]:
-    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as lines:
+    """Yield a record a line, or of a `.json` file that begins with `[` one for each entry of that list."""
+    with opened(file) as lines:
+        first = lines.read(1)
+        while first.isspace():
+            first = lines.read(1)
+        if kind(file) == ".json" and first == b"[":
+            values = json.loads(first + lines.read())
+            for number, value in enumerate(values, 1):
+                record = _field(f"{name}:{number}", value, field, len(json.dumps(value)))
+                yield _with_images(record, value, image_field, file.parent) if image_field else record
+            return
+    with opened(file) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

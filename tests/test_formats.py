@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Formats of text are declared by names: compressed ones are read, unknown ones refused, descriptions left out."""
+
+import gzip
+import json
+
+import pyarrow
+import pytest
+
+import dsv4_jax as ds
+from dsv4_jax.config import DataConfig
+from dsv4_jax.data import records
+from dsv4_jax.data.sources import open_source
+from dsv4_jax.data.tokenizer import Bytes
+
+TEXTS = ["one", "zwei äöü", "three\nlines\n"]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+LIST = json.dumps([{"text": text} for text in TEXTS], indent=1).encode()
+
+
+def zstd(data):
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zstd, ".GZ": gzip.compress}
+SOURCES = {"a.jsonl": LINES, "a.ndjson": LINES, "a.json": LINES, "b.json": b"\n " + LIST}
+
+
+@pytest.mark.parametrize("pack", PACKED)
+@pytest.mark.parametrize("name", SOURCES)
+def test_json_is_read_as_records(tmp_path, name, pack):
+    (tmp_path / (name + pack)).write_bytes(PACKED[pack](SOURCES[name]))
+    assert [record.text for record in records.records(str(tmp_path), "text")] == TEXTS
+
+
+@pytest.mark.parametrize("pack", PACKED)
+def test_text_is_read_whole_or_cut_at_lines(tmp_path, pack):
+    whole = "".join(f"line {i}\n" for i in range(9000))
+    (tmp_path / f"a.txt{pack}").write_bytes(PACKED[pack](whole.encode()))
+    parts = [str(record.text) for record in records.records(str(tmp_path), "text")]
+    assert "".join(parts) == whole and len(parts) > 3
+    (tmp_path / "b").write_text("no suffix")
+    assert [record.text for record in records.records(str(tmp_path), "text")] == [whole, "no suffix"]
+
+
+@pytest.mark.parametrize("name", ["a.docx", "a.txt.xz", "a.parquet.gz", "a.png", "a.arrow", "a.tar.gz"])
+def test_what_is_no_text_by_its_name_is_refused(tmp_path, name):
+    """Also with `data.on_error = "skip"`, which is for records."""
+    (tmp_path / name).write_bytes(b"text all the same")
+    (tmp_path / "b.txt").write_text("text")
+    with pytest.raises(ds.ConfigError, match=rf"{name} is no text by its name.*\.jsonl.*\.parquet.*\.txt"):
+        open_source(str(tmp_path), DataConfig(on_error="skip"), Bytes())
+
+
+def test_what_describes_a_folder_of_records_is_left_out(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("README.md", "LICENSE", "dataset_info.json", "state.json", "data/readme.txt"):
+        (tmp_path / name).write_text("{}")
+    texts = lambda: [record.text for record in records.records(str(tmp_path), "text")]
+    (tmp_path / "LICENSE").write_text("alone, these are text and a record without the field")
+    (tmp_path / "data" / "train.jsonl.gz").write_bytes(gzip.compress(LINES))
+    assert texts() == TEXTS
+    (tmp_path / "data" / "train.jsonl.gz").rename(tmp_path / "README.jsonl.gz")
+    for name in ("dataset_info.json", "state.json"):
+        (tmp_path / name).unlink()
+    assert len(texts()) == 6  # a name on the list is content where nothing else is
+
+
+def test_what_is_truncated_or_lacks_a_library_is_named(tmp_path, monkeypatch):
+    for name, data in (("a.txt.gz", gzip.compress(LINES)[:-9]), ("b.json.zst", zstd(LINES)[:9]), ("c.json", b"[1")):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ds.ConfigError, match=f"{name}.*cannot be read"):
+            list(records.records(str(tmp_path / name), "text"))
+    monkeypatch.setattr(records.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ds.ConfigError, match=r"b\.json\.zst needs a library.*dsv4_jax\[text\]"):
+        list(records.records(str(tmp_path / "b.json.zst"), "text"))
