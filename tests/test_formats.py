@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Formats of text are declared by names: compressed ones are read, unknown ones refused, descriptions left out."""
 
+import dataclasses
 import gzip
+import io
 import json
+import os
+import shutil
 
 import pyarrow
 import pytest
+from rich.console import Console
 
 import dsv4_jax as ds
 from dsv4_jax.config import DataConfig
 from dsv4_jax.data import records
-from dsv4_jax.data.sources import open_source
+from dsv4_jax.data.prepare import write_shards
+from dsv4_jax.data.sources import open_source, prepared_folder
 from dsv4_jax.data.tokenizer import Bytes
 
 TEXTS = ["one", "zwei äöü", "three\nlines\n"]
@@ -67,6 +73,26 @@ def test_what_describes_a_folder_of_records_is_left_out(tmp_path):
     for name in ("dataset_info.json", "state.json"):
         (tmp_path / name).unlink()
     assert len(texts()) == 6  # a name on the list is content where nothing else is
+
+
+def test_tokens_made_ahead_are_found_wherever_the_source_lies(tmp_path, monkeypatch):
+    """By another spelling and after a copy with other times; a change of content makes others."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").mkdir()
+    for number in range(3):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"{number}\n" * 100_000)
+    cfg = DataConfig(prepared="prepared")
+    folder = prepared_folder("text", cfg, Bytes())
+    write_shards("text", cfg, Bytes(), folder, 1, Console(file=io.StringIO()))
+    shutil.copytree("text", "disk/copy", copy_function=shutil.copyfile)
+    os.utime("disk/copy/0.txt", (1, 1))
+    for path in ("text/", "./text", str(tmp_path / "text"), f"../{tmp_path.name}/text", "disk/copy", "text/*.txt"):
+        assert prepared_folder(path, cfg, Bytes()) == folder
+        assert type(open_source(path, cfg, Bytes())).__name__ == "Shards"
+    changed = tmp_path / "disk" / "copy" / "2.txt"
+    changed.write_text("3" + changed.read_text()[1:])
+    assert prepared_folder("disk/copy", cfg, Bytes()) != folder
+    assert prepared_folder("text", dataclasses.replace(cfg, on_error="skip"), Bytes()) != folder
 
 
 def test_what_is_truncated_or_lacks_a_library_is_named(tmp_path, monkeypatch):

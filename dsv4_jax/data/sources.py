@@ -25,6 +25,7 @@ INDEX = "index.json"
 IDS, DOCUMENTS = ".ids", ".npy"  # of a shard: the ids of its documents, one after another; their `TABLE`
 IMAGES, SPANS = ".images.array_record", ".images.npy"  # of a shard: encoded images; document and span of each
 FORMAT = 2
+_SAMPLES, _SAMPLE = 16, 1 << 12  # pieces of a file that are compared, and bytes of each
 _IN_MEMORY = 1 << 30  # bytes of text that a run tokenises at its start
 
 
@@ -147,19 +148,38 @@ def key_of(name: str) -> int:
 
 
 def prepared_folder(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None = None) -> Path:
-    """Where the tokens of a source lie once the `data` command has made them.
+    """Return the folder of a source's tokens: the one that the `data` command has made, else the one it will make.
 
-    The name changes with the files (their sizes and times), the tokenizer and what reading depends on. Images
-    that lie outside a folder that is the source are not looked at.
+    Its name ends with a digest of the files (names within the source, sizes and a sample of their content), the
+    tokenizer and what reading depends on. So it is found however the source's path is spelled, and after a copy to
+    another disk. Images that lie outside a folder that is the source are not looked at.
     """
     root, files = find(path)
-    stats = [(f.relative_to(root).as_posix(), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    told: list[Any] = [FORMAT, str(root.resolve()), stats, tokenizer.fingerprint, cfg.text_field, cfg.on_error]
+    found = [(f.relative_to(root).as_posix(), f.stat().st_size, _sample(f)) for f in files]
+    told: list[Any] = [FORMAT, found, tokenizer.fingerprint, cfg.text_field, cfg.on_error]
     if vision:
-        told += [cfg.image_field, vision_settings(vision)]
+        beside = "" if Path(path).is_dir() else str(root.resolve())  # of a lone file, images lie outside the source
+        told += [cfg.image_field, vision_settings(vision), beside]
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+    made = (folder for folder in sorted(Path(cfg.prepared).glob(f"*-{digest}")) if (folder / INDEX).is_file())
     slug = re.sub(r"[^\w.-]+", "-", path or "stdlib").strip("-.") or "source"
-    return Path(cfg.prepared) / f"{slug[-40:]}-{digest}"
+    return next(made, Path(cfg.prepared) / f"{slug[-40:]}-{digest}")
+
+
+def _sample(file: Path) -> str:
+    """Hash a file of up to 64 KiB whole, of a larger one `_SAMPLES` pieces at even distances, both ends included.
+
+    The time of a file's last change is no substitute: a copy has another one.
+    """
+    size, found = file.stat().st_size, hashlib.sha256()
+    with file.open("rb", buffering=0) as content:
+        if size <= _SAMPLES * _SAMPLE:
+            found.update(content.read())
+        else:
+            for number in range(_SAMPLES):
+                content.seek((size - _SAMPLE) * number // (_SAMPLES - 1))
+                found.update(content.read(_SAMPLE))
+    return found.hexdigest()[:16]
 
 
 def open_source(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None = None) -> Source:
