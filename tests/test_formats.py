@@ -95,6 +95,12 @@ def test_tokens_made_ahead_are_found_wherever_the_source_lies(tmp_path, monkeypa
     assert prepared_folder("text", dataclasses.replace(cfg, on_error="skip"), Bytes()) != folder
 
 
+@pytest.mark.parametrize("path", ["gs://bucket/texts", "s3://bucket/*.jsonl", "https://host/a.bin", "file:///a.txt"])
+def test_addresses_of_stores_are_refused(path):
+    with pytest.raises(ds.ConfigError, match=rf"is an address \({path.partition(':')[0]}\), expected a path"):
+        open_source(path, DataConfig(), Bytes())
+
+
 def test_what_is_truncated_or_lacks_a_library_is_named(tmp_path, monkeypatch):
     for name, data in (("a.txt.gz", gzip.compress(LINES)[:-9]), ("b.json.zst", zstd(LINES)[:9]), ("c.json", b"[1")):
         (tmp_path / name).write_bytes(data)

@@ -12,6 +12,7 @@ import gzip
 import importlib.util
 import io
 import json
+import re
 import sysconfig
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -77,8 +78,13 @@ def find(path: str) -> tuple[Path, list[Path]]:
     standard library's source on this machine.
 
     Raises:
-        ConfigError: if there is no file.
+        ConfigError: if there is no file, or the path is the address of a store such as `gs://`.
     """
+    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", path):
+        raise ConfigError(
+            f"data.path = {path!r} is an address ({scheme[1]}), expected a path: copy the data to a disk of every host "
+            "or mount the store as a folder"
+        )
     if not path:
         root = Path(sysconfig.get_path("stdlib"))
         files = [f for f in root.rglob("*.py") if not _SKIPPED & set(f.relative_to(root).parts)]
