@@ -320,13 +320,14 @@ def test_failure_of_orbax_in_the_background(folder, monkeypatch):
 
 
 def test_damage_between_writing_and_reading_back(folder, monkeypatch):
-    write = manifests.write
+    to_disk = manifests.to_disk
 
-    def spoil(new, content):
-        write(new, content)
-        flip(new / "state/_METADATA")
+    def spoil(path):
+        to_disk(path)
+        if path.name == "_METADATA":
+            flip(path)
 
-    monkeypatch.setattr(manifests, "write", spoil)
+    monkeypatch.setattr(manifests, "to_disk", spoil)
     with (
         pytest.raises(CheckpointError, match=r"saving checkpoint 10 failed: .*state/_METADATA is damaged"),
         Checkpoints(folder, 1) as checkpoints,

@@ -5,8 +5,8 @@ A checkpoint is a folder named after its step: the arrays as orbax writes them (
 dict by name) and `manifest.json` (manifests.py). It is made under another name, `STEP.new`, and renamed
 when the disk has given back what the manifest says. While a step is replaced the one before is `STEP.old`.
 
-With several processes, which need a folder that all of them see, all call the same methods. Orbax has each
-write its part; process 0 alone verifies, renames and deletes, and the others go by what it found.
+With several processes, which need a folder that all of them see, all call the same methods. Each writes and
+verifies its part; process 0 joins what they found, renames and deletes.
 
 Nothing is unpickled: orbax's handler of arrays reads JSON and tensorstore's files.
 """
@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from dsv4_jax.config import Config
@@ -32,6 +30,7 @@ from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.terminal import printable
 from dsv4_jax.train import manifests
+from dsv4_jax.train.processes import of_all, of_first
 from dsv4_jax.train.state import abstract_model, abstract_state
 from dsv4_jax.validate import ConfigError, RunError
 
@@ -127,7 +126,7 @@ class Checkpoints:
             return ""
         (step, saving), self._saving = self._saving, None
         error = saving.exception()
-        reason = next(filter(None, _of_all("" if error is None else _failure(step, error))), "")
+        reason = next(filter(None, of_all("" if error is None else _failure(step, error))), "")
         self._failures = self._failures + 1 if reason else 0
         if reason and not self._reported:
             self._unreported = reason
@@ -165,7 +164,7 @@ class Checkpoints:
             ConfigError: if the newest usable one holds other arrays than `abstract`.
         """
         self._settle()
-        name, problems = of_first(self._choose(before) if jax.process_index() == 0 else None)
+        name, problems = self._choose(before)
         if not name and problems:
             lines = [f"checkpoint {which}: {problem}" for which, problem in problems]
             raise CheckpointError("\n  ".join([f"{self._folder} holds no usable checkpoint", *lines]))
@@ -174,10 +173,7 @@ class Checkpoints:
         if not name:
             return None
         path = self._folder / name
-        try:
-            manifest = manifests.read(path)
-        except manifests.ManifestError as error:  # process 0 has found it whole
-            raise CheckpointError(f"process {jax.process_index()} cannot read {path}: {error}") from error
+        manifest = manifests.read(path)
         tree = abstract(manifest["step"], manifest["host"]) if callable(abstract) else abstract
         wanted = manifests.named(tree)
         if lines := manifests.differences(manifest["arrays"], manifests.types(wanted), part):
@@ -217,11 +213,22 @@ class Checkpoints:
     def _finish(self, step: int, manifest: dict[str, Any], write: ocp.AsyncResponse[None]) -> None:
         """Waits for orbax (in all processes), then verifies the checkpoint and lets it count."""
         write.result()
-        if jax.process_index():
-            return
         new, final = self._folder / f"{step}.new", self._folder / str(step)
-        manifests.write(new, manifest)
-        if problem := manifests.damage(new):
+        process, count = jax.process_index(), jax.process_count()
+        if process:
+            try:
+                files = manifests.hash_files(new, manifests.written_by(manifests.list_files(new), process, count))
+            except Exception as error:
+                manifests.write_part(new, process, {"error": f"{type(error).__name__}: {error}"})
+                raise
+            manifests.write_part(new, process, {"files": files})
+            return
+        files = manifests.hash_files(new, manifests.written_by(manifests.list_files(new), 0, count))
+        files |= manifests.join_parts(new, count)
+        # What others did not see, on a file system that shows new files late, is left to process 0.
+        files |= manifests.hash_files(new, [name for name in manifests.list_files(new) if name not in files])
+        manifests.write(new, manifest, files)
+        if problem := manifests.damage(new, content=False):
             raise CheckpointError(problem)
         if final.exists():
             final.rename(self._folder / f"{step}.old")
@@ -242,15 +249,18 @@ class Checkpoints:
         return sorted(found, key=lambda path: (int(path.stem), path.suffix == ""), reverse=True)
 
     def _choose(self, before: int | None) -> tuple[str, list[tuple[str, str]]]:
-        """Name of the newest usable checkpoint, empty if there is none; names and faults of later ones."""
-        problems = []
-        for path in self._found():
-            if before is not None and int(path.stem) >= before:
-                continue
-            problem = manifests.damage(path)
-            if not problem:
-                return path.name, problems
-            problems.append((path.name, problem))
+        """Name of the newest usable checkpoint, empty if there is none; names and faults of later ones.
+
+        The processes share the reading of its files.
+        """
+        names = of_first([path.name for path in self._found() if before is None or int(path.stem) < before])
+        process, count, problems = jax.process_index(), jax.process_count(), []
+        for name in names:
+            faults = of_all(manifests.damage(self._folder / name, process=process, count=count))
+            found = [fault for fault in dict.fromkeys(faults) if fault]
+            if not found:
+                return name, problems
+            problems.append((name, "; ".join(found)))
         return "", problems
 
     def _tidy(self) -> None:
@@ -285,26 +295,6 @@ def load_model(cfg: Config, run_dir: str = "") -> DeepSeek:
 
 def _failure(step: int, error: BaseException) -> str:
     return f"saving checkpoint {step} failed: {type(error).__name__}: {error}"
-
-
-def of_first(value: Any) -> Any:
-    """Process 0's JSON value, in every process."""
-    if jax.process_count() == 1:
-        return value
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
-    text = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    return json.loads(bytes(text.tolist()))
-
-
-def _of_all(value: Any) -> list[Any]:
-    """The JSON values of all processes, in every process."""
-    if jax.process_count() == 1:
-        return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(text.size))
-    texts = multihost_utils.process_allgather(np.resize(text, int(sizes.max())))
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(texts, sizes, strict=True)]
 
 
 def _delete(path: Path) -> None:

@@ -41,6 +41,7 @@ from dsv4_jax.train.feed import Data, check_same_data, counted_rows, put_batch, 
 from dsv4_jax.train.hardware import device_memory, use_compile_cache, utilisation_per_rate
 from dsv4_jax.train.metrics import Display, MetricsWriter
 from dsv4_jax.train.profile import Profile
+from dsv4_jax.train.processes import check_shared
 from dsv4_jax.train.run_dir import (
     History,
     RunLock,
@@ -107,6 +108,7 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
     start_devices(cfg.train.cpu_devices, cfg.train.distributed, cfg.train.deterministic)
     use_compile_cache(cfg.train.compile_cache)
     lock.take_first()
+    check_shared(run_dir)
     with checkpoints:
         leg = cfg.leg(newest[0] if newest else 0)
         use_mesh(*dataclasses.astuple(leg.cfg.mesh))

@@ -3,11 +3,16 @@
 
 `manifest.json` has the format's version, the step, the host's values, the type and shape of every array,
 the size and hash of every other file, and a checksum of itself. It is the last file to be written.
+
+Hashing is shared between the processes, so that its time does not grow with the state when devices are added: each
+hashes the files that it wrote, process 0 joins what they found; before a checkpoint is read each checks a part.
 """
 
 import hashlib
 import json
 import os
+import re
+import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +22,9 @@ import jax
 
 FORMAT = 1
 NAME = "manifest.json"
+_PART = re.compile(r"manifest\.\d+\.part(\.new)?")
+_WRITER = re.compile(r"(?:^|/)(?:ocdbt\.)?process_(\d+)(?:/|$)")  # how orbax names what one process has written
+_PATIENCE = 1200.0  # seconds to wait for another process, which has as much to hash
 
 
 class ManifestError(ValueError):
@@ -62,17 +70,83 @@ def _render(manifest: dict[str, Any]) -> bytes:
     return json.dumps(manifest | {"checksum": checksum}, indent=1).encode()
 
 
-def write(folder: Path, content: dict[str, Any]) -> None:
-    """Writes the manifest of the files in a folder, with `content`, and has the disk hold all of them."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "hash": _hash(path)} for path in files
-    }
+def list_files(folder: Path) -> list[str]:
+    """Returns the names of the files that a manifest must list, relative to the folder."""
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return sorted(name for name in names if not _PART.fullmatch(name))
+
+
+def written_by(names: list[str], process: int, count: int) -> list[str]:
+    """Returns the files for one of `count` processes to hash: those that it wrote, and a share of the common ones."""
+
+    def owner(number: int, name: str) -> int:
+        found = _WRITER.search(name)
+        return (int(found[1]) if found else number) % count
+
+    return [name for number, name in enumerate(names) if owner(number, name) == process]
+
+
+def hash_files(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Hashes files as they were written, has the disk hold them, and compares with what the disk gives back.
+
+    Args:
+        folder: the checkpoint.
+        names: files in it, which several threads read.
+
+    Returns:
+        Size in bytes and hash of each file.
+
+    Raises:
+        ManifestError: if the disk gives back something else.
+    """
+
+    def check(name: str) -> dict[str, Any]:
+        path = folder / name
+        entry = {"size": path.stat().st_size, "hash": _hash(path)}
+        to_disk(path)
+        if fault := _fault(path, name, entry, content=True):
+            raise ManifestError(fault)
+        return entry
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(names, pool.map(check, names), strict=True))
+
+
+def write_part(folder: Path, process: int, part: dict[str, Any]) -> None:
+    """Writes what a process other than 0 found: `files`, or the `error` that it met."""
+    path = folder / f"manifest.{process}.part"
+    _wait_for(folder)
+    new = path.with_suffix(".part.new")
+    new.write_text(json.dumps(part))
+    new.replace(path)
+
+
+def join_parts(folder: Path, count: int) -> dict[str, dict[str, Any]]:
+    """Waits for the parts of all processes but 0, deletes them, and returns the files in them.
+
+    Raises:
+        ManifestError: if a process met an error, or did not write its part in time.
+    """
+    files: dict[str, dict[str, Any]] = {}
+    for process in range(1, count):
+        path = folder / f"manifest.{process}.part"
+        if not _wait_for(path):
+            raise ManifestError(f"process {process} has not verified its files after {_PATIENCE} s")
+        part = json.loads(path.read_text())
+        if "error" in part:
+            raise ManifestError(f"process {process}: {part['error']}")
+        files |= part["files"]
+        path.unlink()
+    return files
+
+
+def write(folder: Path, content: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
+    """Writes the manifest, with `content` and the entries of `files`, and has the disk hold it and all folders."""
     new = folder / f"{NAME}.new"
-    new.write_bytes(_render({"format": FORMAT} | content | {"files": entries}))
+    new.write_bytes(_render({"format": FORMAT} | content | {"files": dict(sorted(files.items()))}))
     to_disk(new)
     new.replace(folder / NAME)
-    for path in [*folder.rglob("*"), folder]:
+    for path in [*filter(Path.is_dir, folder.rglob("*")), folder]:
         to_disk(path)
 
 
@@ -99,29 +173,49 @@ def read(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def damage(folder: Path, content: bool = True) -> str | None:
-    """What is wrong with a checkpoint, naming the file; None if nothing is. `content`: read the files too."""
+def damage(folder: Path, content: bool = True, process: int = 0, count: int = 1) -> str | None:
+    """Returns what is wrong with a checkpoint, naming the first files; None if nothing is.
 
-    def fault(name: str, size: int, digest: str) -> str | None:
-        path = folder / name
-        try:
-            found = path.stat().st_size
-            if found != size:
-                how = "is truncated" if found < size else "is too long"
-                return f"{name} {how} (found {found} bytes, expected {size})"
-            return f"{name} is damaged (its checksum differs)" if content and _hash(path) != digest else None
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-
+    Args:
+        folder: the checkpoint.
+        content: read the files too, in several threads, not their sizes alone.
+        process: which share of the files to check, the largest first.
+        count: number of shares.
+    """
     try:
         files = read(folder)["files"]
     except ManifestError as error:
         return str(error)
+    largest = sorted(files, key=lambda name: (-files[name]["size"], name))
     with ThreadPoolExecutor() as pool:
-        faults = pool.map(lambda name: fault(name, files[name]["size"], files[name]["hash"]), files)
-        return next(filter(None, faults), None)
+        faults = pool.map(lambda name: _fault(folder / name, name, files[name], content), largest[process::count])
+        found = list(filter(None, faults))
+    more = [f"{len(found) - 10} more files"] if len(found) > 10 else []
+    return "; ".join([*found[:10], *more]) or None
+
+
+def _fault(path: Path, name: str, entry: dict[str, Any], content: bool) -> str | None:
+    """What is wrong with one file, which the manifest has as `name` with `entry`."""
+    try:
+        found, size = path.stat().st_size, entry["size"]
+        if found != size:
+            how = "is truncated" if found < size else "is too long"
+            return f"{name} {how} (found {found} bytes, expected {size})"
+        return f"{name} is damaged (its checksum differs)" if content and _hash(path) != entry["hash"] else None
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+
+
+def _wait_for(path: Path) -> bool:
+    """Waits until a file or folder is there, as another process makes it; returns whether it is."""
+    end = time.monotonic() + _PATIENCE
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def to_disk(path: Path) -> None:
