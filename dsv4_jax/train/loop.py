@@ -40,8 +40,8 @@ from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
 from dsv4_jax.train.feed import Data, check_same_data, counted_rows, put_batch, read_data, streams
 from dsv4_jax.train.hardware import device_memory, use_compile_cache, utilisation_per_rate
 from dsv4_jax.train.metrics import Display, MetricsWriter
-from dsv4_jax.train.profile import Profile
 from dsv4_jax.train.processes import check_shared
+from dsv4_jax.train.profile import Profile
 from dsv4_jax.train.run_dir import (
     History,
     RunLock,
