@@ -432,6 +432,15 @@ class Config(Section):
         mode, watched = self.routing.anticipation.mode, self.spikes.loss or self.spikes.grad_norm
         if mode == "auto" and not watched:
             raise ConfigError("routing.anticipation.mode = 'auto' needs spikes.loss or spikes.grad_norm above 0")
+        train, steps_back = self.train, self.spikes.margin + self.spikes.steps - 1
+        reach = (train.keep - 1) * train.checkpoint_every
+        if mode == "auto" and not train.keep_every and steps_back > reach:
+            raise ConfigError(
+                f"spikes.margin = {self.spikes.margin} with spikes.steps = {self.spikes.steps} may go back "
+                f"{steps_back} steps, but train.keep = {train.keep} checkpoints, "
+                f"train.checkpoint_every = {train.checkpoint_every} "
+                f"steps apart, reach back only {reach}: lower spikes.margin or raise train.keep"
+            )
         if mode != "off" and self.train.stage == "draft":
             raise ConfigError(
                 f"routing.anticipation.mode = {mode!r} is for pre-training, not for train.stage = 'draft'"

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ class _Trainer:
         self.timing, self.deadlines = timing, deadlines
         self.history = History()
         self.routes: collections.deque[jax.Array] = collections.deque()  # experts of the next batches
-        self.programs: dict[tuple[str, bool], Callable[..., Any]] = {}  # of the stage
+        self.programs: dict[tuple[Any, ...], Callable[..., Any]] = {}  # of all stages: a rollback may go back to one
         self.evaluation: list[Batch] = []
         self.held_out = {"eval_loss": math.nan}
         self.bad = 0
@@ -253,11 +254,16 @@ class _Trainer:
             if cfg.routing.anticipation.mode == "auto" and self.checkpoints.latest() is None:
                 self.save(state)  # so that there is something to go back to
             while step < self.cfg.steps:
+                spiked = 0
                 try:
                     state = self.stage(self.cfg.leg(step), state)
                 except _Spike as found:
+                    spiked = found.step
+                    # The frames below hold the state. A device may have no room for another one beside it.
+                    traceback.clear_frames(found.__traceback__)
+                if spiked:
                     self.profile.stop()
-                    state = self.back(found.step)
+                    state = self.back(spiked)
                 step = int(state.step)
             self.wait()  # while signals are caught, so that none of them ends the last save
         self.console.print(self.timing.line())
@@ -273,7 +279,7 @@ class _Trainer:
                 "it: skip its batches (spikes.skip), go back further (spikes.margin) or lower the learning rate"
             )
         first = step - cfg.spikes.steps + 1
-        found = self.restored(before=first - cfg.spikes.margin)
+        found = self.restored(before=max(first - cfg.spikes.margin, 1))
         if found is None:
             raise RunError(f"there is no checkpoint to go back to before the spike at step {step}: lower spikes.margin")
         state, there, hold = found[0], int(found[0].step), cfg.routing.anticipation.hold
@@ -302,6 +308,8 @@ class _Trainer:
         if tuple(jax.sharding.get_abstract_mesh().shape.values()) != dataclasses.astuple(cfg.mesh):
             self.save(state)  # the state moves to another mesh through a checkpoint, as it would in a restart
             self.wait()
+            for array in jax.tree.leaves(state):
+                array.delete()  # there may be no room for two states
             found = self.restored()
             assert found is not None
             state, history = found[0], self.history
@@ -318,7 +326,6 @@ class _Trainer:
                 next(stream)
             history.skip = 0
             place = functools.partial(put_batch, own=stream.own, rows=cfg.data.batch_size)
-            self.programs = {}
             example = place(self.evaluation[0])
             if self.routes and self.routes[0].shape != route_shape(cfg.model, example):
                 self.warn("the batches are others than at the checkpoint: anticipatory routing starts again")
@@ -328,7 +335,8 @@ class _Trainer:
 
     def program(self, leg: Leg, name: str, state: TrainState, batch: dict[str, jax.Array]) -> Callable[..., Any]:
         """A function of state and batch, compiled for a stage and for batches like this one."""
-        if (name, "experts" in batch) not in self.programs:
+        key = leg.number, leg.clock, name, "experts" in batch
+        if key not in self.programs:
             options = _CPU_STEP if on_cpu() else None
             if name == "step":
                 made = jax.jit(make_train_step(leg.cfg, leg.clock), donate_argnums=0, compiler_options=options)
@@ -336,9 +344,9 @@ class _Trainer:
                 make = {"evaluation": make_eval_step, "routing": make_route}[name]
                 made = jax.jit(make(leg.cfg), compiler_options=options)
             with self.timing.during("compile") as seconds:
-                self.programs[name, "experts" in batch] = made.lower(state, batch).compile()
+                self.programs[key] = made.lower(state, batch).compile()
             self.console.print(f"compiled    {name} in {seconds():.0f} s")
-        return self.programs[name, "experts" in batch]
+        return self.programs[key]
 
     def ahead(
         self, leg: Leg, state: TrainState, step: int, stream: Stream, place: Callable[[Batch], dict[str, jax.Array]]
