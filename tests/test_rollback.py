@@ -20,7 +20,8 @@ def at_reading(monkeypatch):
     """Bytes of the arrays that are live when a checkpoint is about to be read, and of the state."""
     load, found = ocp.load, []
     gc.collect()
-    before = {id(x) for x in jax.live_arrays()}
+    others = jax.live_arrays()  # held, so that no new array takes the identity of one that is gone
+    before = {id(x) for x in others}
 
     def measured(path, wanted, **options):
         live = sum(x.nbytes for x in jax.live_arrays() if id(x) not in before)

@@ -34,14 +34,14 @@ from dsv4_jax.summary import (
 )
 from dsv4_jax.terminal import SafeConsole, printable
 from dsv4_jax.train.anticipation import abstract_routes, make_route, route_shape
-from dsv4_jax.train.checkpoint import Checkpoints, load_model, of_first
+from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.deadlines import Deadlines
 from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
 from dsv4_jax.train.feed import Data, check_same_data, counted_rows, put_batch, read_data, streams
 from dsv4_jax.train.hardware import device_memory, use_compile_cache, utilisation_per_rate
 from dsv4_jax.train.metrics import Display, MetricsWriter
-from dsv4_jax.train.processes import check_shared
+from dsv4_jax.train.processes import check_shared, of_first
 from dsv4_jax.train.profile import Profile
 from dsv4_jax.train.run_dir import (
     History,
@@ -335,7 +335,8 @@ class _Trainer:
 
     def program(self, leg: Leg, name: str, state: TrainState, batch: dict[str, jax.Array]) -> Callable[..., Any]:
         """A function of state and batch, compiled for a stage and for batches like this one."""
-        key = leg.number, leg.clock, name, "experts" in batch
+        # Of the clock only the steps to come count, which its tokens at the stage's end decide.
+        key = leg.number, leg.last, leg.cfg.steps, leg.clock.tokens(leg.last), name, "experts" in batch
         if key not in self.programs:
             options = _CPU_STEP if on_cpu() else None
             if name == "step":
