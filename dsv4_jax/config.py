@@ -71,6 +71,8 @@ class DataConfig(Section):
     """Images that a row holds at most; 0: as many small ones as the patches allow."""
     held_out: float = 0.02
     """Share of the documents, chosen by a hash of their names, that evaluation reads and training does not."""
+    held_out_tokens: int = 2**28
+    """Tokens of each source to hold out at most, about: a share of a large source is more than an evaluation reads."""
     held_out_path: str = ""
     """Evaluate on this source instead of a share of the training documents."""
 
@@ -80,7 +82,7 @@ class DataConfig(Section):
         return self.mixture or {self.path: 1.0}
 
     def _check(self) -> None:
-        self.need_positive("seq_len batch_size")
+        self.need_positive("seq_len batch_size held_out_tokens")
         for key in ("workers", "row_patches", "row_images"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
         self.need("image_field", self.image_field != self.text_field, "must be another than data.text_field")

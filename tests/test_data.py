@@ -90,7 +90,7 @@ def test_best_fit(lengths, S):
 
 def test_padding_is_under_one_percent_on_realistic_lengths():
     """On the embedded text in rows of 512, and on log-normal lengths around 600 in rows of 4096."""
-    embedded, _ = split(open_source("", DataConfig(), Bytes()), 0.02, 512)
+    embedded, _ = split(open_source("", DataConfig(), Bytes()), DataConfig(), 512)
     lengths = np.random.default_rng(0).lognormal(6.4, 1.1, 20000).astype(int) + 1
     other = whole(source([np.zeros(n) for n in lengths]), 4096)
     for some, S in ((embedded, 512), (other, 4096)):
@@ -203,6 +203,15 @@ def test_a_failure_in_a_thread_reaches_the_caller():
 
 def test_held_out_documents_are_never_trained_on():
     s = open_source("", DataConfig(), Bytes())
-    train, held_out = split(s, 0.02, 512)
+    train, held_out = split(s, DataConfig(), 512)
     assert len(train.documents) + len(held_out.documents) == len(s.lengths) and len(held_out.documents)
     assert not set(train.documents) & set(held_out.documents)
+
+
+def test_a_large_source_holds_out_a_number_of_tokens():
+    """A share of a corpus of trillions of tokens would be more than any evaluation reads."""
+    s = open_source("", DataConfig(), Bytes())
+    share, most = split(s, DataConfig(held_out=0.2), 512)[1], s.lengths.sum() // 50
+    fewer = split(s, DataConfig(held_out=0.2, held_out_tokens=int(most)), 512)[1]
+    assert most / 2 < fewer.tokens < 2 * most < share.tokens
+    assert set(fewer.documents) <= set(share.documents)

@@ -263,7 +263,7 @@ def test_every_training_command_runs(folder):
     env = {key: value for key, value in os.environ.items() if key not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
     env |= {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     short = ["--optim.warmup-steps", "1", "--optim.decay-steps", "0", "--train.sample-tokens", "0"]
-    short += ["--train.eval-batches", "1", "--data.path", "texts"]
+    short += ["--train.eval-batches", "1", "--data.path", "texts", "--data.held-out", "0.2"]
     for number, words in enumerate(runs):
         more = []
         if words[1] == "train.py":

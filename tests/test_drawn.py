@@ -52,7 +52,7 @@ def test_drawn_lines_are_pictures_and_their_text(tmp_path):
     assert len(set(letters)) == 95  # all can be told apart
     text = open_source(str(tmp_path), cfg.data, Bytes(), cfg.model)
     assert set(s.keys.tolist()) == set(text.keys.tolist())  # a held-out file is neither read nor drawn
-    train, held_out = split(s, 0.3, 120, row_budget(cfg))
+    train, held_out = split(s, cfg.data, 120, row_budget(cfg))
     assert train.pieces and held_out.pieces
     assert not set(s.keys[train.documents].tolist()) & set(s.keys[held_out.documents].tolist())
     said = io.StringIO()

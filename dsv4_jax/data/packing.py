@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 
+from dsv4_jax.config import DataConfig
 from dsv4_jax.data.images import Budget
 from dsv4_jax.data.sources import Source
 from dsv4_jax.validate import ConfigError
@@ -182,10 +183,14 @@ def _check_images(source: Source, S: int, budget: Budget) -> None:
             )
 
 
-def split(source: Source, held_out: float, S: int, budget: Budget | None = None) -> tuple[Part, Part]:
-    """Documents to train on and documents to hold out, by the hash of their names."""
+def split(source: Source, data: DataConfig, S: int, budget: Budget | None = None) -> tuple[Part, Part]:
+    """Split the documents into those to train on and those to hold out, by the hash of their names.
+
+    Held out is the share `data.held_out`, or less where that is more than about `data.held_out_tokens`.
+    """
+    share = min(data.held_out, data.held_out_tokens / max(int(source.lengths.sum()), 1))
     draw = source.keys / 2**32
-    return part(source, draw >= held_out, S, budget), part(source, draw < held_out, S, budget)
+    return part(source, draw >= share, S, budget), part(source, draw < share, S, budget)
 
 
 class Rounds:

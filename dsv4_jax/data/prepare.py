@@ -179,7 +179,7 @@ def describe(source: Source, cfg: Config, tokenizer: Tokenizer) -> Iterator[str]
             f"  {len(spans.table):,} images of {spans.patches.sum():,} patches in {(spans.counts > 0).sum():,} "
             f"documents: {seen:,} positions of images, {lengths.sum() - seen:,} of text"
         )
-    train, held_out = split(source, cfg.data.held_out, S, budget)
+    train, held_out = split(source, cfg.data, S, budget)
     yield f"  {train.tokens:,} tokens to train on, {held_out.tokens:,} held out"
     rows = Plan([train], [1.0], S, cfg.train.seed, repeat=True, budget=budget).block(0) if train.pieces else []
     if rows:

@@ -87,7 +87,7 @@ def _plan(
     data, S, weights = cfg.data, cfg.data.seq_len, cfg.data.paths
     budget, sources = row_budget(cfg), [opened[path] for path in weights]
     if other is None:
-        training, held_out = zip(*(split(source, data.held_out, S, budget) for source in sources), strict=True)
+        training, held_out = zip(*(split(source, data, S, budget) for source in sources), strict=True)
     else:
         everything = lambda source: np.ones(len(source.lengths), bool)
         training = tuple(part(source, everything(source), S, budget) for source in sources)
