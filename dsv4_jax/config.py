@@ -308,6 +308,9 @@ class TrainConfig(Section):
     """Checkpoints at multiples of so many steps are kept for ever; 0: none."""
     bad_steps: int = 10
     """Steps in a row with an objective or gradient that is not finite, each skipped whole, after which the run ends."""
+    loggers: tuple[str, ...] = ("tensorboard",)
+    """Where the metrics of every step go beside metrics.jsonl: tensorboard, wandb, or a function of yours that makes a
+    logger, module:function or path/to/file.py:function (docs/extending.md)."""
     profile_steps: str = ""
     """FIRST:LAST writes a trace of the steps from FIRST up to but without LAST into the run's `profile`, for xprof."""
     sample_tokens: int = 256
@@ -327,6 +330,11 @@ class TrainConfig(Section):
     """Operations a second that one device can make, for the metric `mfu`; 0: by the kind of device, where known."""
     deterministic: bool = False
     """Have a GPU give the same bits every time, at some cost. CPU and TPU do so anyway."""
+
+    def __post_init__(self) -> None:
+        names = (n if n in ("tensorboard", "wandb") else reference(n, "train.loggers") for n in self.loggers)
+        object.__setattr__(self, "loggers", tuple(names))  # text, which config.json can hold
+        super().__post_init__()
 
     def _check(self) -> None:
         self.need_positive("eval_every eval_batches checkpoint_every keep bad_steps accumulate")

@@ -40,6 +40,7 @@ from dsv4_jax.train.deadlines import Deadlines
 from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
 from dsv4_jax.train.feed import Data, check_same_data, counted_rows, put_batch, read_data, streams
 from dsv4_jax.train.hardware import device_memory, use_compile_cache, utilisation_per_rate
+from dsv4_jax.train.loggers import find_loggers, make_loggers
 from dsv4_jax.train.metrics import Display, MetricsWriter
 from dsv4_jax.train.processes import check_shared, of_first
 from dsv4_jax.train.profile import Profile
@@ -98,6 +99,7 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
         cfg = cfg.after(steps_done(*newest))
     if cfg.optim.make:
         resolve(cfg.optim.make, "optim.make")  # a wrong name ends the command before data and devices
+    find_loggers(cfg.train.loggers)
     data = read_data(cfg)
     if newest:
         check_same_data(cfg, data, *newest)
@@ -245,9 +247,10 @@ class _Trainer:
         cfg, step = self.cfg, int(state.step)
         self.checkpoints.before = decay_start(cfg.optim, cfg.steps, cfg.legs[0].clock)
         own_dir = Path(cfg.train.run_dir) if jax.process_index() == 0 else None
+        loggers = make_loggers(cfg, own_dir, step) if own_dir else []
         with (
             stop_signals() as self.stopped,
-            MetricsWriter(own_dir, step, self.history.rollbacks) as self.writer,
+            MetricsWriter(own_dir, step, self.history.rollbacks, loggers) as self.writer,
             Display(self.console, cfg.steps, step) as self.display,
             Profile(cfg.train.profile_steps, Path(cfg.train.run_dir) / "profile", self.console.print) as self.profile,
         ):

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes and shows: metrics.jsonl, TensorBoard files, a live progress line."""
+"""What a run writes and shows: metrics.jsonl, its loggers, a live progress line."""
 
+import contextlib
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
+
+from dsv4_jax.train.loggers import Logger
 
 LINE = "loss {loss:.3f}  {tokens_per_s:,.0f} tok/s  lr {lr:.1e}"
 
 
 class MetricsWriter:
-    """Appends one JSON object a step to `metrics.jsonl` and the same scalars to TensorBoard files."""
+    """Appends one JSON object a step to `metrics.jsonl` and gives the same scalars to the loggers."""
 
-    def __init__(self, run_dir: Path | None, step: int, rollbacks: int = 0):
+    def __init__(self, run_dir: Path | None, step: int, rollbacks: int = 0, loggers: Sequence[Logger] = ()):
         """Open the files of a run that goes on after `step`, and drop the lines that a kill has left behind it.
 
         A line belongs to a course of the run, between two rollbacks. What an earlier course wrote stays, also of later
@@ -27,8 +30,9 @@ class MetricsWriter:
             run_dir: folder of the run; without one nothing is written, as in processes after the first.
             step: steps done.
             rollbacks: how often the run went back before.
+            loggers: closed with the file.
         """
-        self._file = self._board = None
+        self._file, self._loggers = None, loggers
         if run_dir is None:
             return
         path = run_dir / "metrics.jsonl"
@@ -40,7 +44,6 @@ class MetricsWriter:
         new.write_text("".join(kept))
         new.replace(path)
         self._file = path.open("a")
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
 
     @staticmethod
     def _place(line: dict[str, Any]) -> tuple[int, int]:
@@ -48,22 +51,23 @@ class MetricsWriter:
 
     def write(self, scalars: dict[str, float]) -> None:
         """Writes one step's scalars, of which `step` is one; what is not finite is null."""
-        if self._file is None or self._board is None:
+        if self._file is None:
             return
         finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
-        for name, value in finite.items():
-            if value is not None:
-                self._board.add_scalar(name, value, int(scalars["step"]))
+        for logger in self._loggers:
+            logger.write(finite)
 
     def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._file is not None and self._board is not None:
-            self._file.close()
-            self._board.close()
+        if self._file is not None:
+            with contextlib.ExitStack() as stack:  # closes all, also if one fails
+                stack.enter_context(self._file)
+                for logger in self._loggers:
+                    stack.callback(logger.close)
 
 
 class Display:
