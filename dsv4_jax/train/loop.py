@@ -110,8 +110,6 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
         )
     start_devices(cfg.train.cpu_devices, cfg.train.distributed, cfg.train.deterministic)
     use_compile_cache(cfg.train.compile_cache)
-    lock.take_first()
-    check_shared(run_dir)
     with checkpoints:
         leg = cfg.leg(newest[0] if newest else 0)
         use_mesh(*dataclasses.astuple(leg.cfg.mesh))
@@ -119,6 +117,8 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
             console = Console(quiet=True)
         for part in cfg.legs:
             split_trained(part.cfg, nnx.state(abstract_model(part.cfg), nnx.Param))  # each trains something
+        lock.take_first()  # makes the folder, which a wrong configuration does not
+        check_shared(run_dir)
         objective, (optimizer, _) = describe_objective(objective_weights(leg.cfg)), describe_optimizer(leg.cfg)
         for line in [*describe_model(leg.cfg.model), objective, optimizer, data[leg.number].line]:
             console.print(line)
