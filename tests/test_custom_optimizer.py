@@ -16,7 +16,8 @@ from dsv4_jax.config_files import config_from_json
 @pytest.fixture
 def lion(tmp_path):
     """The name of the documented example, written to a file."""
-    (code,) = re.findall(r"```python\n(.*?)```", Path("docs/extending.md").read_text(), re.S)
+    page = Path("docs/extending.md").read_text()
+    (code,) = re.findall(r"in `lion.py`:\n\n```python\n(.*?)```", page, re.DOTALL)
     (tmp_path / "lion.py").write_text(code)
     return f"{tmp_path / 'lion.py'}:lion"
 
