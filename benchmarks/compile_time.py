@@ -10,7 +10,7 @@ import time
 import jax
 
 from dsv4_jax.config import Config
-from dsv4_jax.config_files import load_config
+from dsv4_jax.config.files import load_config
 from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.train.state import abstract_state
 from dsv4_jax.train.step import make_train_step

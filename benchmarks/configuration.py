@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsv4_jax.config import Config
-from dsv4_jax.config_files import load_config
-from dsv4_jax.stages import Stage, changeable
+from dsv4_jax.config import Config, Stage
+from dsv4_jax.config.files import load_config
+from dsv4_jax.config.keys import changeable
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "configuration.md"

@@ -87,7 +87,7 @@ def sinkhorn() -> None:
 
 def training_step() -> None:
     """The tiny model's step with AdamW and with Muon."""
-    from dsv4_jax.config_files import load_config
+    from dsv4_jax.config.files import load_config
     from dsv4_jax.mesh import act_spec, ensure_mesh
     from dsv4_jax.train.loop import _CPU_STEP, _RUNS_ONCE
     from dsv4_jax.train.state import init_state

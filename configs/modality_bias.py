@@ -7,7 +7,7 @@ python train.py configs/modality_bias.py
 from pathlib import Path
 
 from dsv4_jax.config import Config, MeshConfig
-from dsv4_jax.config_files import load_config
+from dsv4_jax.config.files import load_config
 
 
 def config() -> Config:

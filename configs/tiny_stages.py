@@ -7,7 +7,7 @@ python train.py configs/tiny_stages.py
 from pathlib import Path
 
 from dsv4_jax.config import AnticipationConfig, Config, Stage
-from dsv4_jax.config_files import load_config
+from dsv4_jax.config.files import load_config
 
 STEP = 1024  # tokens
 

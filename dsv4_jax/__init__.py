@@ -10,30 +10,30 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsv4_jax import optim
     from dsv4_jax.config import Config
-    from dsv4_jax.config_files import load_config
+    from dsv4_jax.config.files import load_config
     from dsv4_jax.model.config import ModelConfig, model_config_from_official
     from dsv4_jax.model.deepseek import DeepSeek, Output
-    from dsv4_jax.model.official import load_official, to_official
+    from dsv4_jax.section import ConfigError, RunError
     from dsv4_jax.train import train
     from dsv4_jax.train.checkpoint import load_model
     from dsv4_jax.train.loop import run
-    from dsv4_jax.validate import ConfigError, RunError
+    from dsv4_jax.weights.names import load_official, to_official
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Config": "config",
-    "ConfigError": "validate",
+    "ConfigError": "section",
     "DeepSeek": "model.deepseek",
     "ModelConfig": "model.config",
     "Output": "model.deepseek",
-    "RunError": "validate",
-    "load_config": "config_files",
+    "RunError": "section",
+    "load_config": "config.files",
     "load_model": "train.checkpoint",
-    "load_official": "model.official",
+    "load_official": "weights.names",
     "model_config_from_official": "model.config",
     "run": "train.loop",
-    "to_official": "model.official",
+    "to_official": "weights.names",
 }
 
 __all__ = [

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_jax.config import Config
-from dsv4_jax.config_files import config_from_json, load_config, made_by, read_config
+from dsv4_jax.config.files import config_from_json, load_config, made_by, read_config
+from dsv4_jax.section import ConfigError, RunError
 from dsv4_jax.terminal import SafeConsole, printable
-from dsv4_jax.validate import ConfigError, RunError
 
 
 def exit_on_error(command: Callable[[], None]) -> None:
@@ -98,28 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _plan(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
-    if not 1 <= args.stage <= len(config.legs):
-        raise ConfigError(f"--stage {args.stage}: the run has {len(config.legs)} stages, numbered from 1")
-    from dsv4_jax import summary
-    from dsv4_jax.mesh import abstract_mesh
-    from dsv4_jax.train.step import objective_weights
+    from dsv4_jax.plan import plan
 
-    leg = config.legs[args.stage - 1]
-    if args.topology:
-        from dsv4_jax.topology import compile_for, slice_devices
-
-        devices = slice_devices(args.topology, leg.cfg.mesh)
-    if config.stages:
-        print(*summary.describe_stages(config), "", f"Stage {args.stage}, {leg.stage.name}:", sep="\n")
-    with abstract_mesh(leg.cfg.mesh.data, leg.cfg.mesh.expert, leg.cfg.mesh.context):
-        optimizer, parameters = summary.describe_optimizer(leg.cfg)
-        objective = summary.describe_objective(objective_weights(leg.cfg))
-        matrices, attention = summary.operations_per_token(leg.cfg.model, leg.cfg.data.seq_len)
-        work = f"operations  {matrices:.3g} a token in matrices, {attention:.3g} in attention, forward and backward"
-        print(*summary.describe_model(leg.cfg.model), work, objective, optimizer, "", parameters, sep="\n")
-        print("", *summary.describe_placement(config, leg), *summary.describe_activations(leg.cfg), sep="\n")
-    if args.topology:
-        print("", *compile_for(config, leg, devices), sep="\n")
+    for line in plan(config, args.stage, args.topology):
+        print(line)
 
 
 def _data(args: argparse.Namespace) -> None:
@@ -165,7 +147,7 @@ def _sample(args: argparse.Namespace) -> None:
         raise ConfigError(f"{args.run_dir} is not a run directory: it has no config.json")
     config: Config = config_from_json(read_config(path))
     from dsv4_jax.data.tokenizer import load_tokenizer
-    from dsv4_jax.sample import sample
+    from dsv4_jax.generate.sample import sample
     from dsv4_jax.train.checkpoint import load_model
 
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.border)

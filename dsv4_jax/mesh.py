@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 AXES = ("data", "expert", "context")
 BATCH = ("data", "expert")

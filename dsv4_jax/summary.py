@@ -11,11 +11,11 @@ from flax import nnx
 
 from dsv4_jax import optim
 from dsv4_jax.config import Config
+from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.mesh import RULES, act_spec
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import structure
 from dsv4_jax.optim.groups import block_count, group_leaves
-from dsv4_jax.stages import Leg
 from dsv4_jax.train.draft import anchor_count
 from dsv4_jax.train.state import (
     abstract_batch,
@@ -151,7 +151,7 @@ def describe_optimizer(cfg: Config) -> tuple[str, str]:
     )
 
 
-def describe_placement(cfg: Config, leg: Leg | None = None) -> list[str]:
+def describe_placement(cfg: Config, leg: ResolvedStage | None = None) -> list[str]:
     """Where parameters lie on the mesh that is set: a line for all of one shape and spec, and their bytes.
 
     Bytes of gradients are those of a stage, the first if not said.

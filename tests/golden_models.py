@@ -12,10 +12,10 @@ import numpy as np
 from flax import nnx
 
 import dsv4_jax as ds
-from dsv4_jax.model.official import official_shapes, official_tensors
 from dsv4_jax.model.params import whole
 from dsv4_jax.model.token_map import token_map
 from dsv4_jax.ops.cross_entropy import head_logits
+from dsv4_jax.weights.names import official_shapes, official_tensors
 
 
 def small_config(**changes: Any) -> ds.ModelConfig:

@@ -3,7 +3,7 @@
 
 import re
 
-from dsv4_jax.topology import collectives
+from dsv4_jax.plan import collectives
 
 
 def loops(program: str) -> dict[str, list[str]]:

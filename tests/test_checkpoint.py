@@ -16,10 +16,10 @@ from jax.sharding import NamedSharding
 from orbax.checkpoint import v1 as ocp
 
 from dsv4_jax.mesh import make_mesh
+from dsv4_jax.section import ConfigError
 from dsv4_jax.train import manifests
 from dsv4_jax.train.checkpoint import CheckpointError, Checkpoints
 from dsv4_jax.train.state import TrainState
-from dsv4_jax.validate import ConfigError
 
 
 def state_of(step, mesh=None, dim=8):

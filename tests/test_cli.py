@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from dsv4_jax.cli import exit_on_error
-from dsv4_jax.validate import RunError
+from dsv4_jax.section import RunError
 
 NO_DEVICE = {"JAX_PLATFORMS": "none_at_all"}  # starting a backend fails with this
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.config_files import config_from_json
+from dsv4_jax.config.files import config_from_json
 
 TINY = "configs/tiny_v4.py"
 

@@ -10,7 +10,7 @@ import pytest
 from runs import metrics, small, timeless, train
 
 import dsv4_jax as ds
-from dsv4_jax.config_files import config_from_json
+from dsv4_jax.config.files import config_from_json
 
 
 @pytest.fixture

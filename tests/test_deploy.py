@@ -12,7 +12,7 @@ import pytest
 import yaml
 from pages import ROOT
 
-from dsv4_jax.config_files import load_config
+from dsv4_jax.config.files import load_config
 
 DEPLOY = ROOT / "deploy"
 STAND_IN = """#!/usr/bin/env bash

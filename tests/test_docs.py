@@ -19,11 +19,11 @@ from pages import LANGUAGES, PAGES, PROGRAMS, ROOT, blocks, commands, inline
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dsv4_jax import cli
-from dsv4_jax.config_files import load_config
+from dsv4_jax.config.files import load_config
+from dsv4_jax.config.keys import keys
 from dsv4_jax.data.packing import START
-from dsv4_jax.model.official import to_official
-from dsv4_jax.stages import keys
 from dsv4_jax.train.feed import read_data, streams
+from dsv4_jax.weights.names import to_official
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 COMMANDS = [command for page in PAGES for command in commands(page)]

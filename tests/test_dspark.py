@@ -15,12 +15,12 @@ from rich.console import Console
 from schedule import loops
 
 from dsv4_jax.config import Config, DataConfig, LossConfig, OptimConfig, TrainConfig
+from dsv4_jax.generate.sample import _continue
+from dsv4_jax.generate.speculate import accept, speculate
 from dsv4_jax.mesh import act_spec, make_mesh
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.dspark import Anchors, confidence, propose, slot_logits
 from dsv4_jax.ops.cross_entropy import head_logits
-from dsv4_jax.sample import _continue
-from dsv4_jax.speculate import accept, speculate
 from dsv4_jax.train import loop
 from dsv4_jax.train.checkpoint import load_model
 from dsv4_jax.train.draft import choose_anchors, draft_losses, slot_targets, weights

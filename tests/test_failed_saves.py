@@ -10,9 +10,9 @@ from runs import small, train
 from test_checkpoint import names, state_of
 
 from dsv4_jax.config import TrainConfig
+from dsv4_jax.section import ConfigError
 from dsv4_jax.train import loop, manifests
 from dsv4_jax.train.checkpoint import CheckpointError, Checkpoints
-from dsv4_jax.validate import ConfigError
 
 
 @pytest.mark.parametrize("key", ["run_dir", "init_from"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import dsv4_jax as ds
-from dsv4_jax.stages import keys
+from dsv4_jax.config.keys import keys
 
 SHIPPED = sorted(str(path) for path in Path("configs").glob("*.py"))
 STAGED = [path for path in SHIPPED if ds.load_config(path).stages]

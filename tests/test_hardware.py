@@ -11,9 +11,9 @@ from conftest import ROOT
 from runs import metrics, small, train
 
 from dsv4_jax.config import TrainConfig
+from dsv4_jax.section import ConfigError
 from dsv4_jax.summary import operations_per_token
 from dsv4_jax.train import hardware
-from dsv4_jax.validate import ConfigError
 
 CACHED = """
 import sys, jax

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from golden_models import ruled_model, small_config
 
-from dsv4_jax.model.official import official_tensors
+from dsv4_jax.weights.names import official_tensors
 
 TENSORS = {
     "wq_b.weight",

@@ -10,8 +10,8 @@ import pytest
 import runs
 
 from dsv4_jax.config import TrainConfig
+from dsv4_jax.section import ConfigError
 from dsv4_jax.train.loggers import find_loggers, make_loggers
-from dsv4_jax.validate import ConfigError
 
 PAGE = (Path(__file__).parent.parent / "docs" / "extending.md").read_text()
 

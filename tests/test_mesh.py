@@ -15,7 +15,7 @@ from schedule import loops
 import dsv4_jax as ds
 from dsv4_jax.config import Config, DataConfig, LossConfig, MeshConfig, OptimConfig, TrainConfig
 from dsv4_jax.mesh import BATCH, make_mesh
-from dsv4_jax.topology import collectives
+from dsv4_jax.plan import collectives
 from dsv4_jax.train.state import abstract_batch, abstract_state, batch_spec, init_state
 from dsv4_jax.train.step import losses, make_train_step
 

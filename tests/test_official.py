@@ -14,7 +14,7 @@ from flax import nnx
 from golden_models import small_config
 
 import dsv4_jax as ds
-from dsv4_jax.model.official import official_shapes
+from dsv4_jax.weights.names import official_shapes
 
 COMMON = dict(
     vocab_size=129280,

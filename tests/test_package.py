@@ -103,7 +103,7 @@ def test_training_in_one_process_returns_state_and_metrics_on_one_mesh_after_ano
 def _saved(folder, run_dir):
     file = folder / "saved.py"
     file.write_text(
-        "import json, pathlib\nfrom dsv4_jax.config_files import config_from_json\n"
+        "import json, pathlib\nfrom dsv4_jax.config.files import config_from_json\n"
         f"def config(): return config_from_json(json.loads(pathlib.Path({run_dir!r}, 'config.json').read_text()))"
     )
     return file

@@ -7,9 +7,9 @@ import math
 import optax
 import pytest
 
-from dsv4_jax.config_files import made_by
-from dsv4_jax.plugins import reference, resolve
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.config.files import made_by
+from dsv4_jax.config.plugins import reference, resolve
+from dsv4_jax.section import ConfigError
 
 
 def test_a_module_and_a_file_give_their_functions(tmp_path):

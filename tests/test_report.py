@@ -7,10 +7,12 @@ import re
 import numpy as np
 import pytest
 
-from dsv4_jax import report
 from dsv4_jax.cli import main
-from dsv4_jax.report import human, read_run, write_report
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.report import charts as drawing
+from dsv4_jax.report import read_run, write_report
+from dsv4_jax.report.charts import human
+from dsv4_jax.report.page import MISSING
+from dsv4_jax.section import ConfigError
 
 ALL = (
     *("loss", "mtp_loss", "balance_loss", "indexer_loss", "objective", "recall", "lr", "grad_norm", "tokens_per_s"),
@@ -90,7 +92,7 @@ def test_runs_overlay_in_the_same_charts(tmp_path):
     assert set(curves(text)) == {f"{name}:{run.name}" for name in ALL for run in runs}
     legends = re.findall("<figcaption>.*?</figcaption>", text)
     assert len(legends) == len(ALL)
-    for run, colour in zip(runs, report.PALETTE, strict=False):  # one colour a run, in all charts
+    for run, colour in zip(runs, drawing.PALETTE, strict=False):  # one colour a run, in all charts
         entry = f'style="color:{colour}"></i>{run.name}</span>'
         assert all(entry in legend for legend in legends) and f"stroke: {colour}" in text
     assert ["optim.name", *(f"&quot;{run.name}&quot;" for run in runs)] in cells(text)
@@ -113,7 +115,7 @@ def test_runs_with_different_metrics_and_without_tokens(tmp_path):
     text = page(tmp_path, new, old)
     assert {"loss:new", "loss:old", "lr:new", "gone:old"} <= set(curves(text)) and "lr:old" not in curves(text)
     assert "<!-- step -->" in text and "<!-- tokens -->" not in text
-    assert ["model.new", "1", report.MISSING] in cells(text) and "model.dim" not in text
+    assert ["model.new", "1", MISSING] in cells(text) and "model.dim" not in text
 
 
 def test_images_are_dashed_in_the_chart_of_the_text(tmp_path):
@@ -159,7 +161,7 @@ def test_what_was_rolled_back_is_faint_in_the_charts_and_nowhere_else(tmp_path):
     assert found["loss:run"] == 40 and found["lost loss:run"] == 11 and found["lost eval_loss:run"] == 2
     assert set(found) == {"loss:run", "eval_loss:run", "lost loss:run", "lost eval_loss:run", "lr:run", "late:run"}
     (group,) = re.findall(r'(?s)<g id="lost loss:run">.*?</g>', text)
-    assert f"stroke: {report.PALETTE[0]}" in group and "stroke-dasharray" in group and "stroke-opacity: 0.7" in group
+    assert f"stroke: {drawing.PALETTE[0]}" in group and "stroke-dasharray" in group and "stroke-opacity: 0.7" in group
     entries = {title: chart.count("rolled back") for title, chart in charts(text).items()}
     assert entries == {"Next-token loss": 1, "Learning rate": 0, "late": 0}
     x, _ = corners(text, "loss:run")
@@ -191,7 +193,7 @@ def test_rollbacks_and_stages_are_marked_where_they_happened(tmp_path):
     events = [(5, "stage", "sparse"), (9, "stage"), (30, "spike", "loss 9"), (30, "rollback", "to 20")]
     run = with_events(a_run(tmp_path / "run", rows), *events)
     several = page(tmp_path, run, a_run(tmp_path / "old", [{"step": 1, "loss": 1.0}]))
-    for text, colour in ((page(tmp_path, run), report.GREY), (several, report.PALETTE[0])):
+    for text, colour in ((page(tmp_path, run), drawing.GREY), (several, drawing.PALETTE[0])):
         for chart, metric in (("Next-token loss", "loss"), ("Learning rate", "lr")):
             picture = charts(text)[chart]
             for kind, curve, points in (("stage", metric, [4, 8]), ("rollback", f"lost {metric}", [10])):
@@ -329,7 +331,7 @@ def test_a_long_lost_part_is_thinned(tmp_path):
     noise = np.random.default_rng(0).normal(1, 0.1, 6001)
     rows = [step(n, [], loss=noise[n]) for n in (*range(1, 6001), *range(3001, 3101))]
     text = page(tmp_path, a_run(tmp_path / "run", rows))
-    assert 100 < curves(text)["lost loss:run"] <= report.BINS
+    assert 100 < curves(text)["lost loss:run"] <= drawing.BINS
     assert text.count("FillBetweenPolyCollection") == 2  # the ranges of what is kept and of what is lost
 
 
@@ -340,9 +342,9 @@ def test_a_long_run_is_thinned(tmp_path):
     rows[50_000]["loss"], rows[70_000]["loss"] = 9.0, np.nan
     run = a_run(tmp_path / "run", rows)
     text = page(tmp_path, run)
-    assert len(text) < 2e6 and 100 < curves(text)["loss:run"] <= report.BINS
-    x, mean, low, high = report._thinned(*read_run(run).series["loss"], width=500)
-    assert len(x) == report.BINS and np.isfinite(mean).all() and high.max() == 9 and (low <= mean).all()
+    assert len(text) < 2e6 and 100 < curves(text)["loss:run"] <= drawing.BINS
+    x, mean, low, high = drawing._thinned(*read_run(run).series["loss"], width=500)
+    assert len(x) == drawing.BINS and np.isfinite(mean).all() and high.max() == 9 and (low <= mean).all()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from runs import SMALL, metrics, small, train
 
 import dsv4_jax as ds
 from dsv4_jax.config import Stage
-from dsv4_jax.config_files import config_from_json
+from dsv4_jax.config.files import config_from_json
 from dsv4_jax.train import manifests
 from dsv4_jax.train import run_dir as run_dir_module
 from dsv4_jax.train.feed import read_data

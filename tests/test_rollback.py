@@ -12,7 +12,7 @@ from test_stages import SPIKES, poisoned, spiky, staged  # noqa: F401
 
 from dsv4_jax.config import AnticipationConfig, MeshConfig, RoutingConfig
 from dsv4_jax.mesh import make_mesh
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 
 @pytest.fixture

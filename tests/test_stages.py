@@ -16,7 +16,7 @@ from runs import MODEL, metrics, small, timeless, train
 
 import dsv4_jax as ds
 from dsv4_jax.config import AnticipationConfig, MeshConfig, RoutingConfig, SpikesConfig, Stage, TrainConfig
-from dsv4_jax.config_files import config_from_json
+from dsv4_jax.config.files import config_from_json
 from dsv4_jax.mesh import make_mesh
 from dsv4_jax.train import loop
 from dsv4_jax.train.checkpoint import Checkpoints, load_model

@@ -9,12 +9,12 @@ import pytest
 from runs import small, train
 
 from dsv4_jax import cli, report
-from dsv4_jax import sample as sampling
 from dsv4_jax.data.images import IMAGE, TEXT
 from dsv4_jax.data.tokenizer import Bytes
+from dsv4_jax.generate import sample as sampling
+from dsv4_jax.section import ConfigError
 from dsv4_jax.terminal import SafeConsole, printable
 from dsv4_jax.train import checkpoint, loop, run_dir
-from dsv4_jax.validate import ConfigError
 
 EVIL = "a\x1b]0;owned\x07\r\x9b31mb\u202ec\x00"
 TAME = r"a\x1b]0;owned\x07\r\x9b31mb\u202ec\x00"

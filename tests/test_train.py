@@ -20,10 +20,10 @@ from runs import MODEL, config, metrics, small, timeless, train
 import dsv4_jax as ds
 from dsv4_jax.config import OptimConfig
 from dsv4_jax.data.tokenizer import Bytes
+from dsv4_jax.generate.sample import sample
 from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.model.params import HashTable, RouterBias
 from dsv4_jax.optim.schedules import Clock
-from dsv4_jax.sample import sample
 from dsv4_jax.train import loop
 from dsv4_jax.train import step as step_module
 from dsv4_jax.train.checkpoint import Checkpoints, load_model

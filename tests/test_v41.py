@@ -20,10 +20,10 @@ import dsv4_jax as ds
 from dsv4_jax.mesh import abstract_mesh
 from dsv4_jax.model.dspark import Anchors, propose
 from dsv4_jax.model.engram import engram_rows
-from dsv4_jax.model.official import official_shapes
 from dsv4_jax.model.params import RouterBias
 from dsv4_jax.ops.documents import documents
 from dsv4_jax.train.step import update_biases
+from dsv4_jax.weights.names import official_shapes
 
 S = 45
 COLLECT = ("streams", "pre_mix", "topk", "candidates", "features", "vision")

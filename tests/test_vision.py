@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 import dsv4_jax as ds
 from dsv4_jax.mesh import BATCH, act_spec, make_mesh
 from dsv4_jax.model import vision
-from dsv4_jax.model.official import load_official, official_shapes, official_tensors, to_official
 from dsv4_jax.model.params import Params
 from dsv4_jax.ops.images import attend_images, attend_images_reference, max_cells
 from dsv4_jax.optim.groups import v41_groups
+from dsv4_jax.weights.names import load_official, official_shapes, official_tensors, to_official
 
 R, P, N = 2, 40, 4  # patches of a cell's side, patches and lines of image_grids in most tests
 CFG = small_config(

@@ -10,7 +10,7 @@ from dsv4_jax.data.interleaved import NO_SPANS, Document, interleave
 from dsv4_jax.data.records import PLACE, Record, records
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 _TOGETHER = 256  # records that are tokenised together: `tokenizers` works on the texts of a call in parallel
 _TOGETHER_BYTES = 1 << 26  # or fewer, once they have this many bytes

@@ -19,7 +19,7 @@ from dsv4_jax.data import drawn
 from dsv4_jax.data.interleaved import Spans
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 # A document in an array of ids: [start, end) without borders, and the hash of its name.
 TABLE = np.dtype([("start", "<i8"), ("end", "<i8"), ("key", "<u4")])

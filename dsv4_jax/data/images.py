@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 
 from dsv4_jax.config import Config
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 TEXT, START, IMAGE, NEWLINE, END = -1, 0, 1, 2, 3  # types of positions
 GREY = (127, 127, 127)

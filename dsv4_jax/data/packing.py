@@ -22,7 +22,7 @@ import numpy as np
 from dsv4_jax.config import DataConfig
 from dsv4_jax.data.images import Budget
 from dsv4_jax.data.sources import Source
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 BLOCK = 4096  # pieces that are packed together
 _SMALL = 1 << 20

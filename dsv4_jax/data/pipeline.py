@@ -27,7 +27,7 @@ from dsv4_jax.data.images import TEXT, Budget, ImageError, read, token_types
 from dsv4_jax.data.packing import START, Part, Piece, Plan, Position
 from dsv4_jax.data.sources import Source
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.validate import RunError
+from dsv4_jax.section import RunError
 
 Batch = dict[str, np.ndarray]
 PADDING = {"ids": 0, "segment_ids": 0, "targets": -1, "mtp_targets": -1}

@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 from array_record.python import array_record_module as _library  # ty: ignore
 
 from dsv4_jax.data.images import SUFFIXES
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 ArrayRecordReader, ArrayRecordWriter = _library.ArrayRecordReader, _library.ArrayRecordWriter
 TOKENS = (".bin", ".npy")  # files that hold ids, not text

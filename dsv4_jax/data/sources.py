@@ -19,7 +19,7 @@ from dsv4_jax.data.interleaved import NO_SPANS, Spans, vision_settings
 from dsv4_jax.data.records import TOKENS, ArrayRecordReader, find
 from dsv4_jax.data.tokenizer import Tokenizer, load_tokenizer
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 INDEX = "index.json"
 IDS, DOCUMENTS = ".ids", ".npy"  # of a shard: the ids of its documents, one after another; their `TABLE`

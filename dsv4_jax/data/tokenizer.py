@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 
 class Tokenizer(Protocol):

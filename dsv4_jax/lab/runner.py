@@ -22,7 +22,7 @@ import optax
 
 from dsv4_jax.lab.tasks import Task
 from dsv4_jax.optim.schedules import trapezoid
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 CHUNK = 50  # steps of one compiled call, and of one point of a curve
 WIDEST = 16  # doublings and halvings of the learning rate, on both sides together

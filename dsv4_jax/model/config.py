@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dsv4_jax.validate import ConfigError, Section, from_fields
+from dsv4_jax.section import ConfigError, Section, from_fields
 
 CSA_RATIO = 4  # the official code turns overlap and indexer on for this ratio and for no other
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 UNDECODABLE = "\ufffd"
 SPACE = "\ue000"  # of Unicode's private use: stands for a space where spaces are cut off

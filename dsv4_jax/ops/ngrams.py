@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.ops.documents import Documents
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 Pair = tuple[jax.Array, jax.Array]
 

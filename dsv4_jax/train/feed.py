@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dsv4_jax.config import Config
+from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.images import row_budget
 from dsv4_jax.data.interleaved import vision_settings
 from dsv4_jax.data.packing import Part, Plan, Position, part, split
@@ -22,9 +23,8 @@ from dsv4_jax.data.pipeline import Batch, Stream
 from dsv4_jax.data.sources import Source, open_sources
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.mesh import row_spec
-from dsv4_jax.stages import Leg
+from dsv4_jax.section import ConfigError
 from dsv4_jax.train.state import batch_spec
-from dsv4_jax.validate import ConfigError
 
 
 class Data(NamedTuple):
@@ -75,7 +75,7 @@ def read_data(cfg: Config) -> list[Data]:
 
 
 def _plan(
-    leg: Leg,
+    leg: ResolvedStage,
     opened: dict[str, Source],
     fingerprints: dict[str, str],
     other: Source | None,

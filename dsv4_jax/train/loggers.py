@@ -10,9 +10,9 @@ from typing import Protocol
 from tensorboardX import SummaryWriter
 
 from dsv4_jax.config import Config
-from dsv4_jax.plugins import resolve
+from dsv4_jax.config.plugins import resolve
+from dsv4_jax.section import ConfigError
 from dsv4_jax.train.run_dir import resolved
-from dsv4_jax.validate import ConfigError
 
 Scalars = dict[str, float | None]
 

@@ -18,13 +18,14 @@ from flax import nnx
 from rich.console import Console
 
 from dsv4_jax.config import Config
+from dsv4_jax.config.plugins import resolve
+from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.packing import Position
 from dsv4_jax.data.pipeline import Batch, Stream
+from dsv4_jax.generate.sample import held_out_prompt, sample
 from dsv4_jax.mesh import QUICK_CPU, on_cpu, start_devices, use_mesh
 from dsv4_jax.model.token_map import token_map
-from dsv4_jax.plugins import resolve
-from dsv4_jax.sample import held_out_prompt, sample
-from dsv4_jax.stages import Leg
+from dsv4_jax.section import ConfigError, RunError
 from dsv4_jax.summary import (
     describe_model,
     describe_objective,
@@ -60,7 +61,6 @@ from dsv4_jax.train.spikes import spike
 from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, decay_start, init_state, split_trained
 from dsv4_jax.train.step import make_train_step, objective_weights
 from dsv4_jax.train.timing import Timing
-from dsv4_jax.validate import ConfigError, RunError
 
 # Compiler options for a program that runs once, for which XLA's optimisations cost more than they save.
 _RUNS_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -305,7 +305,7 @@ class _Trainer:
         self.save(state)
         return state
 
-    def stage(self, leg: Leg, state: TrainState) -> TrainState:
+    def stage(self, leg: ResolvedStage, state: TrainState) -> TrainState:
         """Steps until the stage or the run ends."""
         cfg, data, history = leg.cfg, self.data[leg.number], self.history
         if tuple(jax.sharding.get_abstract_mesh().shape.values()) != dataclasses.astuple(cfg.mesh):
@@ -336,7 +336,9 @@ class _Trainer:
                 history.routed = []
             return self.steps(leg, state, stream, place, self.program(leg, "evaluation", state, example))
 
-    def program(self, leg: Leg, name: str, state: TrainState, batch: dict[str, jax.Array]) -> Callable[..., Any]:
+    def program(
+        self, leg: ResolvedStage, name: str, state: TrainState, batch: dict[str, jax.Array]
+    ) -> Callable[..., Any]:
         """A function of state and batch, compiled for a stage and for batches like this one."""
         # Of the clock only the steps to come count, which its tokens at the stage's end decide.
         key = leg.number, leg.last, leg.cfg.steps, leg.clock.tokens(leg.last), name, "experts" in batch
@@ -353,7 +355,12 @@ class _Trainer:
         return self.programs[key]
 
     def ahead(
-        self, leg: Leg, state: TrainState, step: int, stream: Stream, place: Callable[[Batch], dict[str, jax.Array]]
+        self,
+        leg: ResolvedStage,
+        state: TrainState,
+        step: int,
+        stream: Stream,
+        place: Callable[[Batch], dict[str, jax.Array]],
     ) -> tuple[dict[str, jax.Array], int]:
         """The experts of the next batch, if routing is anticipatory, and how many steps ago they were chosen.
 
@@ -378,7 +385,7 @@ class _Trainer:
             history.routed.append(step)
         return {"experts": self.routes.popleft()}, step - history.routed.pop(0)
 
-    def finish(self, leg: Leg, metrics: dict[str, Any], more: dict[str, float]) -> None:
+    def finish(self, leg: ResolvedStage, metrics: dict[str, Any], more: dict[str, float]) -> None:
         """Writes and shows a step, with what else there is to tell, once the device has its metrics.
 
         Raises:
@@ -415,7 +422,7 @@ class _Trainer:
 
     def steps(
         self,
-        leg: Leg,
+        leg: ResolvedStage,
         state: TrainState,
         stream: Stream,
         place: Callable[[Batch], dict[str, jax.Array]],

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 _PATIENCE = 5.0  # seconds; some network file systems show new files late
 

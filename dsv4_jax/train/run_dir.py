@@ -14,12 +14,13 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dsv4_jax.config import Config
-from dsv4_jax.config_files import config_from_json, read_config
+from dsv4_jax.config.files import config_from_json, read_config
+from dsv4_jax.config.keys import RUNTIME
+from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.packing import START
-from dsv4_jax.stages import RUNTIME, Leg
+from dsv4_jax.section import ConfigError, RunError, deferred_rules
 from dsv4_jax.train.spikes import Recent
 from dsv4_jax.train.state import schedule
-from dsv4_jax.validate import ConfigError, RunError, deferred_rules
 
 
 @dataclasses.dataclass
@@ -71,7 +72,7 @@ class History:
         found["recent"] = Recent(**known(Recent, found.get("recent", {})))
         return cls(**found)
 
-    def enter(self, leg: Leg, identity: str) -> None:
+    def enter(self, leg: ResolvedStage, identity: str) -> None:
         """Begins a stage, or other data, at its beginning."""
         self.stage, self.identity, self.position = leg.number, identity, START
         self.recent, self.routed = Recent(), []
@@ -117,7 +118,7 @@ def rate_change(before: dict[str, Any], cfg: Config, step: int, skipped: int) ->
             part.after(cfg.legs[0].clock.until(step)).leg(step) for part in (config_from_json(before), cfg)
         )
 
-    def rate(leg: Leg, done: int) -> Any:
+    def rate(leg: ResolvedStage, done: int) -> Any:
         return schedule(leg.cfg.optim, leg.cfg.steps, leg.clock)(done)
 
     done = step - skipped

@@ -13,14 +13,14 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from dsv4_jax.config import Config, OptimConfig
+from dsv4_jax.config.plugins import resolve
 from dsv4_jax.data.images import row_budget
 from dsv4_jax.mesh import act_spec, row_spec
 from dsv4_jax.model.deepseek import DeepSeek, structure
 from dsv4_jax.optim import adamw_groups, grouped, v4_groups, v41_groups
 from dsv4_jax.optim.groups import custom_groups
 from dsv4_jax.optim.schedules import Clock, trapezoid
-from dsv4_jax.plugins import resolve
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.section import ConfigError
 
 
 @jax.tree_util.register_dataclass

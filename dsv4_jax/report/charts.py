@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page about one or several training runs, from what they wrote."""
+"""The charts of a report: one for each metric, in sections, as SVG with a legend in HTML."""
 
-import dataclasses
 import html
 import io
 import itertools
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from dsv4_jax.terminal import printable
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.report.read import Run, Series
 
 BINS = 200  # a curve of more than twice as many points is drawn as the mean and range of so many bins
-EVENTS = 200  # the table shows so many events of a run, the last ones
 MARKS: dict[str, Literal["solid", "dashed"]] = {"rollback": "dashed", "stage": "solid"}  # events that every chart marks
 IMAGE, RANDOM, HELD_OUT = "_image", "_random", "eval_"  # NAME_image, NAME_random and eval_NAME: the chart of NAME
 RATIO, LAYERS = "update_ratio/", "load_max/"
-MISSING = "-"
 # Okabe and Ito's colours without yellow, which is pale on white.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 GREY = "#666666"
@@ -67,124 +61,6 @@ SECTIONS = {
     },
 }
 
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #1a1a1a; background: #fff; max-width: 1200px; margin: 0 auto;
-  padding: 0 16px 32px; overflow-wrap: anywhere; }
-h1 { font-size: 24px; } h2 { font-size: 18px; margin: 28px 0 8px; border-bottom: 1px solid #ddd; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; white-space: nowrap; }
-td, th { padding: 4px 14px 4px 0; text-align: right; border-bottom: 1px solid #eee; }
-td:first-child, th:first-child, .events td, .events th { text-align: left; }
-.events { max-height: 320px; overflow-y: auto; } .events td { vertical-align: top; }
-.events td:last-child { white-space: normal; }
-.charts { display: grid; gap: 20px 24px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr)); }
-figure { margin: 0; min-width: 0; } figure svg { display: block; width: 100%; max-width: 100%; height: auto; }
-figcaption b { display: block; } figcaption span { display: inline-block; margin-right: 16px; font-size: 13px; }
-i { display: inline-block; width: 22px; border-top: 3px solid; margin-right: 6px; vertical-align: middle; }
-i.dashed { border-top-style: dashed; } i.lost { border-top: 2px dotted; }
-i.dot::before { content: ""; display: block; width: 5px; height: 5px; margin: -6px auto -3px; background: #fff;
-  border: 2px solid; border-radius: 50%; }
-i.bar { width: 0; height: 15px; border-top: 0; border-left: 2px solid; } i.bar.dashed { border-left-style: dashed; }
-i.scale { width: 90px; height: 10px; border: 0; margin: 0 6px; }
-"""
-
-
-Series = dict[str, tuple[np.ndarray, np.ndarray]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A run as its files tell it.
-
-    `series` has every metric's values and the steps that have one, and the steps themselves as "step". `lost` has
-    the same of each part that a rollback took back, from the last line before it. Events are step, kind and text.
-    """
-
-    name: str
-    steps: np.ndarray
-    series: Series
-    config: dict[str, Any]
-    lost: list[Series]
-    events: list[tuple[int, str, str]]
-
-
-def read_run(run_dir: Path) -> Run:
-    """Reads `metrics.jsonl`, and `events.jsonl` and `config.json` if they are there.
-
-    A line replaces the earlier ones of its step and of all later steps: those belong to a part of the run
-    that was lost. A last line that was cut short is left out.
-
-    Raises:
-        ConfigError: if there are no metrics or a file cannot be read.
-    """
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
-    rows, lost = [], []
-    for row in _rows(path):
-        kept = len(rows)
-        while kept and rows[kept - 1]["step"] >= row["step"]:
-            kept -= 1
-        if kept < len(rows):
-            lost.append(_lost(rows, kept))
-        rows[kept:] = [row]
-    if not rows:
-        raise ConfigError(f"{path} holds no step yet")
-    series = _series(rows)
-    events_path, config_path = run_dir / "events.jsonl", run_dir / "config.json"
-    events = _rows(events_path) if events_path.is_file() else ()
-    events = [(row["step"], str(row.get("event", "")), str(row.get("text", ""))) for row in events]
-    config = _parsed(config_path.read_text()) if config_path.is_file() else {}
-    if not isinstance(config, dict):
-        raise ConfigError(f"{config_path} is not a JSON object")
-    return Run(run_dir.resolve().name, series["step"][0], series, config, lost, events)
-
-
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file that has one a line, each with a step, but for a last line that was cut short."""
-    lines = path.read_text(errors="replace").splitlines()
-    for number, line in enumerate(lines, 1):
-        row = _parsed(line)
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            yield row
-        elif number < len(lines):
-            raise ConfigError(f"{path}, line {number}: expected a JSON object with a step, found {line[:60]!r}")
-
-
-def _series(rows: Sequence[dict[str, Any]]) -> Series:
-    """Steps and values of everything that the rows have; NaN where a value is not a number."""
-    series = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row[name] if isinstance(row[name], int | float) else np.nan for row in rows if name in row]
-        series[name] = (np.array([row["step"] for row in rows if name in row]), np.array(values, float))
-    return series
-
-
-def _lost(rows: Sequence[dict[str, Any]], kept: int) -> Series:
-    """What the rows after the first `kept` have a number of, from the row before them on."""
-    series = _series(rows[max(kept - 1, 0) :])
-    return {name: series[name] for name, (_, y) in _series(rows[kept:]).items() if np.isfinite(y).any()}
-
-
-def write_report(runs: Sequence[Path], out: Path) -> Path:
-    """Writes the page about the runs to `out` and returns it.
-
-    Raises:
-        ConfigError: if one of the runs cannot be read.
-    """
-    read = [read_run(run_dir) for run_dir in runs]
-    names = [run.name for run in read]
-    read = [
-        dataclasses.replace(run, name=str(run_dir)) if names.count(run.name) > 1 else run
-        for run, run_dir in zip(read, runs, strict=True)
-    ]
-    title = html.escape("Training report: " + ", ".join(run.name for run in read))
-    body = [f"<h1>{title}</h1>", _table(_overview(read)), *_events(read), *_differences(read), *_charts(read)]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    page = f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head><body>'
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(printable("\n".join([page, *body, "</body></html>\n"])), encoding="utf-8")
-    return out
-
 
 def human(x: float) -> str:
     """A number in few characters: 1.2M, 35k, 0.003."""
@@ -194,97 +70,7 @@ def human(x: float) -> str:
     return f"{x:.4g}"
 
 
-def _parsed(text: str) -> Any:
-    """The JSON value, or None if it is not JSON."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return None
-
-
-def _table(rows: Iterable[Sequence[str]], look: str = "") -> str:
-    """An HTML table of plain texts, of which the first row is the heading."""
-    line = lambda row, tag: "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-    lines = [line(row, "td" if i else "th") for i, row in enumerate(rows)]
-    return f'<div class="wide {look}"><table>' + "\n".join(lines) + "</table></div>"
-
-
-def _overview(runs: Sequence[Run]) -> list[list[str]]:
-    """The rows of the table of runs; best and median are those of the finite values."""
-    last = lambda x: x[-1]
-    columns = {
-        "tokens": ("tokens", last),
-        "last loss": ("loss", last),
-        "last held-out loss": ("eval_loss", last),
-        "best held-out loss": ("eval_loss", np.nanmin),
-        "median tokens/s": ("tokens_per_s", np.nanmedian),
-        "skipped": ("skipped", last),
-        "rollbacks": ("rollbacks", last),
-    }
-    rows = [["run", "steps", *columns]]
-    for run in runs:
-        rows.append([run.name, f"{run.steps[-1]:,}"])
-        for metric, of in columns.values():
-            _, x = run.series.get(metric, (None, np.array([])))
-            x = np.where(np.isfinite(x), x, np.nan)
-            rows[-1].append(MISSING if np.isnan(x).all() else human(of(x)))
-    return rows
-
-
-def _events(runs: Sequence[Run]) -> list[str]:
-    """A table of the last events of every run, if there are any."""
-    several = len(runs) > 1
-    rows = [
-        [*[run.name] * several, f"{step:,}", kind, text] for run in runs for step, kind, text in run.events[-EVENTS:]
-    ]
-    left_out = sum(max(len(run.events) - EVENTS, 0) for run in runs)
-    if not rows:
-        return []
-    head = [*["run"] * several, "step", "event", "what happened"]
-    note = [f"<p>{left_out:,} earlier {'event is' if left_out == 1 else 'events are'} left out.</p>"] * (left_out > 0)
-    return ["<h2>Events</h2>", *note, _table([head, *rows], "events")]
-
-
-def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """`{"model": {"dim": 8}}` as `{"model.dim": "8"}`."""
-    flat = {}
-    for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: json.dumps(value)}
-    return flat
-
-
-def _differences(runs: Sequence[Run]) -> list[str]:
-    """A table of the configuration keys, but for the run directory, in which several runs differ."""
-    configs = [_flat(run.config) for run in runs]
-    keys = dict.fromkeys(key for config in configs for key in config if key != "train.run_dir")
-    rows = [[key, *(config.get(key, MISSING) for config in configs)] for key in keys]
-    known = [i for i, config in enumerate(configs, 1) if config]
-    rows = [row for row in rows if len({row[i] for i in known}) > 1]
-    if len(known) < 2:
-        return []
-    table = _table([["key", *(run.name for run in runs)], *rows]) if rows else "<p>None.</p>"
-    return ["<h2>Differences in the configuration</h2>", table]
-
-
-def _parts(run: Run) -> list[Series]:
-    """What the run kept, and then what it lost."""
-    return [run.series, *run.lost]
-
-
-def _metrics(run: Run, chart: str | None = None) -> list[str]:
-    """The names of everything that the run measured, or of what belongs to a chart, its own metric first."""
-    names = {name for part in _parts(run) for name in part} - {"step", "tokens"}
-    return sorted((x for x in names if chart in (None, _chart_of(x))), key=lambda x: (x != chart, x))
-
-
-def _chart_of(metric: str) -> str:
-    """The metric that names the chart."""
-    if metric.startswith(LAYERS):
-        return LAYERS
-    return metric.removeprefix(HELD_OUT).removesuffix(IMAGE).removesuffix(RANDOM)
-
-
-def _charts(runs: Sequence[Run]) -> list[str]:
+def draw_charts(runs: Sequence[Run]) -> list[str]:
     """Headings and charts of everything that has a value; `tokens` is the x axis if every run has it throughout."""
     found = sorted({_chart_of(metric) for run in runs for metric in _metrics(run)})
     ratios = [name for name in found if name.startswith(RATIO)]
@@ -307,6 +93,24 @@ def _charts(runs: Sequence[Run]) -> list[str]:
         if drawn:
             parts += [f"<h2>{section}</h2>", '<div class="charts">', *drawn, "</div>"]
     return parts
+
+
+def _parts(run: Run) -> list[Series]:
+    """What the run kept, and then what it lost."""
+    return [run.series, *run.lost]
+
+
+def _metrics(run: Run, chart: str | None = None) -> list[str]:
+    """The names of everything that the run measured, or of what belongs to a chart, its own metric first."""
+    names = {name for part in _parts(run) for name in part} - {"step", "tokens"}
+    return sorted((x for x in names if chart in (None, _chart_of(x))), key=lambda x: (x != chart, x))
+
+
+def _chart_of(metric: str) -> str:
+    """The metric that names the chart."""
+    if metric.startswith(LAYERS):
+        return LAYERS
+    return metric.removeprefix(HELD_OUT).removesuffix(IMAGE).removesuffix(RANDOM)
 
 
 def _gradient(count: int) -> list[str]:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dsv4_jax.config import Config, ModelConfig
-from dsv4_jax.flags import with_flags
-from dsv4_jax.stages import Stage
-from dsv4_jax.validate import ConfigError, Section, check_rules, deferred_rules, from_fields, nearest
+from dsv4_jax.config.flags import with_flags
+from dsv4_jax.config.root import Config, Stage
+from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.section import ConfigError, Section, check_rules, deferred_rules, from_fields, nearest
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -48,7 +48,7 @@ def find_config(path: str | Path) -> Path:
     """
     if Path(path).is_file():
         return Path(path)
-    package = Path(__file__).parent  # an installed one holds the folder, which lies beside it in a checkout
+    package = Path(__file__).parent.parent  # an installed one holds the folder, which lies beside it in a checkout
     folder = next((f for f in (package / "configs", package.parent / "configs") if f.is_dir()), package)
     shipped = {file.stem: file for file in sorted(folder.glob("*.py"))}
     if str(path) in shipped:

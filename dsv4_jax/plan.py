@@ -1,26 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training step compiled for TPUs that are not there: what XLA says it needs."""
+"""Describe a run before it starts: its stages, model, optimizer and memory, and its step compiled for absent TPUs."""
 
 import collections
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 from jax.sharding import AxisType
 
+from dsv4_jax import summary
 from dsv4_jax.config import Config, MeshConfig
-from dsv4_jax.mesh import AXES
-from dsv4_jax.stages import Leg
+from dsv4_jax.config.root import ResolvedStage
+from dsv4_jax.mesh import AXES, abstract_mesh
+from dsv4_jax.section import ConfigError
 from dsv4_jax.train.state import abstract_batch, abstract_state
-from dsv4_jax.train.step import make_train_step
-from dsv4_jax.validate import ConfigError
+from dsv4_jax.train.step import make_train_step, objective_weights
 
 _COLLECTIVE = re.compile(
     r"= (.*?) (all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter|ragged-all-to-all)(?:-start)?\("
 )
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+
+def plan(config: Config, number: int = 1, topology: str | None = None) -> Iterator[str]:
+    """Describe a run and one of its stages, line by line; nothing needs a device.
+
+    Args:
+        config: the run.
+        number: which stage to describe, from 1.
+        topology: a TPU slice such as `v5p:2x2x1` to compile the stage's step for, too.
+
+    Raises:
+        ConfigError: if there is no such stage or slice, or the slice does not fit the mesh.
+    """
+    if not 1 <= number <= len(config.legs):
+        raise ConfigError(f"--stage {number}: the run has {len(config.legs)} stages, numbered from 1")
+    stage = config.legs[number - 1]
+    cfg = stage.cfg
+    devices = slice_devices(topology, cfg.mesh) if topology else None
+    if config.stages:
+        yield from (*summary.describe_stages(config), "", f"Stage {number}, {stage.stage.name}:")
+    with abstract_mesh(cfg.mesh.data, cfg.mesh.expert, cfg.mesh.context):
+        optimizer, parameters = summary.describe_optimizer(cfg)
+        matrices, attention = summary.operations_per_token(cfg.model, cfg.data.seq_len)
+        yield from summary.describe_model(cfg.model)
+        yield f"operations  {matrices:.3g} a token in matrices, {attention:.3g} in attention, forward and backward"
+        yield from (summary.describe_objective(objective_weights(cfg)), optimizer, "", parameters, "")
+        yield from summary.describe_placement(config, stage)
+        yield from summary.describe_activations(cfg)
+    if devices is not None:
+        yield from ("", *compile_for(config, stage, devices))
 
 
 def collectives(program: str) -> list[tuple[str, int, tuple[int, ...]]]:
@@ -61,7 +93,7 @@ def slice_devices(topology: str, sizes: MeshConfig) -> np.ndarray:
     return np.array(devices).reshape(shape)
 
 
-def compile_for(run: Config, leg: Leg, devices: np.ndarray) -> list[str]:
+def compile_for(run: Config, leg: ResolvedStage, devices: np.ndarray) -> list[str]:
     """Compiles a step of a run's stage for devices that need not be there, and describes it, a line each."""
     cfg, mesh = leg.cfg, jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):

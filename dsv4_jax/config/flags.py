@@ -11,9 +11,9 @@ from typing import Any
 
 import tyro
 
-from dsv4_jax.config import Config
-from dsv4_jax.stages import Stage, changeable, changed, keys, replaced_by
-from dsv4_jax.validate import ConfigError, nearest
+from dsv4_jax.config.keys import changeable, changed, keys, replaced_by
+from dsv4_jax.config.root import Config, Stage
+from dsv4_jax.section import ConfigError, nearest
 
 
 def with_flags(config: Config, flags: Sequence[str]) -> Config:

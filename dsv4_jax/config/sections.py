@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a run: one tree of frozen dataclasses, whose stages change it at token counts."""
+"""The sections of a run's configuration, each a frozen dataclass that checks itself. The model's is `ModelConfig`."""
 
-import copy
 import dataclasses
-import functools
 import math
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
-from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.config.plugins import reference
 from dsv4_jax.optim import COEFFICIENTS
-from dsv4_jax.plugins import reference
-from dsv4_jax.stages import Leg, Stage, changed, legs
-from dsv4_jax.validate import ConfigError, Section
+from dsv4_jax.section import Section
 
 
 def _shares(words: list[str]) -> dict[str, float]:
@@ -355,108 +350,3 @@ class TrainConfig(Section):
         form = re.fullmatch(r"|auto|[^,\s]+:\d+,(\d+),(\d+)", self.distributed)
         right = form is not None and (form[1] is None or int(form[2]) < int(form[1]))
         self.need("distributed", right, "must be empty, auto, or HOST:PORT,COUNT,NUMBER with NUMBER below COUNT")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Section):
-    """A whole run. --stages.N.section.key VALUE sets a key from stage N on, counted from 1 as `plan` does, or named."""
-
-    model: ModelConfig
-    data: DataConfig = DataConfig()
-    optim: OptimConfig = OptimConfig()
-    loss: LossConfig = LossConfig()
-    routing: RoutingConfig = RoutingConfig()
-    spikes: SpikesConfig = SpikesConfig()
-    mesh: MeshConfig = MeshConfig()
-    train: TrainConfig = TrainConfig()
-    stages: tyro.conf.Suppress[tuple[Stage, ...]] = ()
-
-    def replace(self, changes: Mapping[str, Any]) -> "Config":
-        """Return a copy with values replaced by key: `cfg.replace({"data.seq_len": 256, "stages": ()})`.
-
-        Raises:
-            ConfigError: for an unknown key (naming the nearest one), a wrong type or a broken rule.
-        """
-        return changed(self, changes)
-
-    @functools.cached_property
-    def legs(self) -> tuple[Leg, ...]:
-        """The stages, resolved; of a run without stages one, the whole run."""
-        return legs(self)
-
-    def after(self, done: tuple[tuple[int, int], ...]) -> "Config":
-        """Return a copy whose stages go on from steps that are done: (steps, tokens), as `Clock.until` lists them.
-
-        Without it every step counts as one of today's batches. `replace` takes it back.
-        """
-        other = copy.copy(self)
-        other.__dict__["legs"] = legs(self, done)
-        return other
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps after which the run ends."""
-        return self.train.steps or self.legs[-1].last
-
-    def leg(self, step: int) -> Leg:
-        """The stage of the step that comes after `step` others."""
-        return next((leg for leg in self.legs if step < leg.last), self.legs[-1])
-
-    def _check(self) -> None:
-        if not self.stages:
-            self._check_stage()
-            return
-        devices = {(leg.cfg.mesh.data * leg.cfg.mesh.expert * leg.cfg.mesh.context) for leg in self.legs}
-        if len(devices) > 1:
-            raise ConfigError(f"all stages must have a mesh of the same number of devices, found {sorted(devices)}")
-        if self.train.steps > self.legs[-1].last:
-            raise ConfigError(
-                f"train.steps = {self.train.steps} exceeds the {self.legs[-1].last} steps of the stages; raise the "
-                "last stage's `until`"
-            )
-
-    def _check_stage(self) -> None:
-        model, optim, steps, mesh = self.model, self.optim, self.train.steps, self.mesh
-        if not steps:
-            raise ConfigError("train.steps must be above 0 in a run without stages")
-        parts = mesh.data * mesh.expert * self.train.accumulate
-        if self.data.batch_size % parts:
-            raise ConfigError(
-                f"data.batch_size = {self.data.batch_size} must be a multiple of mesh.data x mesh.expert x "
-                f"train.accumulate = {parts}"
-            )
-        experts, waves = model.n_routed_experts, model.expert_waves
-        if experts % mesh.expert == 0 and experts // mesh.expert % waves:
-            raise ConfigError(
-                f"model.expert_waves = {waves} must divide the {experts // mesh.expert} experts of a device: "
-                f"model.n_routed_experts = {experts} over mesh.expert = {mesh.expert}"
-            )
-        dspark = bool(model.dspark_target_layer_ids)
-        if self.loss.mtp and (dspark or not model.n_mtp_layers):
-            raise ConfigError(
-                f"loss.mtp = {self.loss.mtp} needs an MTP block; set it to 0, or model.n_mtp_layers to 1 and "
-                "model.dspark_target_layer_ids to none"
-            )
-        if self.train.stage == "draft" and not dspark:
-            raise ConfigError("train.stage = 'draft' needs draft blocks: model.dspark_target_layer_ids names none")
-        mode, watched = self.routing.anticipation.mode, self.spikes.loss or self.spikes.grad_norm
-        if mode == "auto" and not watched:
-            raise ConfigError("routing.anticipation.mode = 'auto' needs spikes.loss or spikes.grad_norm above 0")
-        train, steps_back = self.train, self.spikes.margin + self.spikes.steps - 1
-        reach = (train.keep - 1) * train.checkpoint_every
-        if mode == "auto" and not train.keep_every and steps_back > reach:
-            raise ConfigError(
-                f"spikes.margin = {self.spikes.margin} with spikes.steps = {self.spikes.steps} may go back "
-                f"{steps_back} steps, but train.keep = {train.keep} checkpoints, "
-                f"train.checkpoint_every = {train.checkpoint_every} "
-                f"steps apart, reach back only {reach}: lower spikes.margin or raise train.keep"
-            )
-        if mode != "off" and self.train.stage == "draft":
-            raise ConfigError(
-                f"routing.anticipation.mode = {mode!r} is for pre-training, not for train.stage = 'draft'"
-            )
-        if not optim.decay_tokens and optim.warmup_steps + optim.decay_steps > steps:
-            raise ConfigError(
-                f"optim.warmup_steps + optim.decay_steps = {optim.warmup_steps + optim.decay_steps} "
-                f"exceeds train.steps = {steps}; shorten them or train longer"
-            )

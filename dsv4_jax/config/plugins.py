@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dsv4_jax.validate import ConfigError, nearest
+from dsv4_jax.section import ConfigError, nearest
 
 _FORM = re.compile(r"(?P<where>[A-Za-z_][\w.]*|.+\.py):(?P<function>[A-Za-z_]\w*)")
 EXPECTED = "'module:function' or 'path/to/file.py:function'"

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration of a run: a tree of sections, which stages change at token counts (docs/stages.md)."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Generator, Mapping
+from typing import Any, NamedTuple
+
+import tyro
+
+from dsv4_jax.config.keys import CHANGEABLE, changeable, changed
+from dsv4_jax.config.sections import (
+    DataConfig,
+    LossConfig,
+    MeshConfig,
+    OptimConfig,
+    RoutingConfig,
+    SpikesConfig,
+    TrainConfig,
+)
+from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.optim.schedules import Clock, Stepwise
+from dsv4_jax.section import ConfigError, Section, check_rules, deferred_rules, nearest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage(Section):
+    """A part of a run."""
+
+    name: str
+    """What the table of stages calls it."""
+    until: int
+    """Tokens of all steps so far, counted as rows x data.seq_len, at which it ends: the first step that begins there
+    or later belongs to the next stage."""
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Keys of the configuration, `section.key`, and their values from this stage on."""
+    chosen: tuple[str, ...] = ()
+    """Which of those keys, or `until`, are our choice, where the model's report is silent."""
+
+
+class ResolvedStage(NamedTuple):
+    """A stage, resolved.
+
+    Attributes:
+        number: of the stage, from 0.
+        stage: its name and what of it is our choice.
+        cfg: the configuration in it, which has no stages itself; `train.steps` are those of all stages.
+        first: steps before it.
+        last: steps up to its end.
+        clock: tokens of the run's steps.
+    """
+
+    number: int
+    stage: Stage
+    cfg: "Config"
+    first: int
+    last: int
+    clock: Clock
+
+    @property
+    def planned(self) -> int:
+        """Tokens that the data of the stage are planned for: up to its end, by the batch of its first step.
+
+        Another batch after that leaves them alone, so that a position in the data still means the same row.
+        """
+        seen = self.clock.tokens(self.first)
+        size = self.clock.tokens(self.first + 1) - seen
+        return -(-(self.stage.until - seen) // size) * size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Section):
+    """A whole run. --stages.N.section.key VALUE sets a key from stage N on, counted from 1 as `plan` does, or named."""
+
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    loss: LossConfig = LossConfig()
+    routing: RoutingConfig = RoutingConfig()
+    spikes: SpikesConfig = SpikesConfig()
+    mesh: MeshConfig = MeshConfig()
+    train: TrainConfig = TrainConfig()
+    stages: tyro.conf.Suppress[tuple[Stage, ...]] = ()
+
+    def replace(self, changes: Mapping[str, Any]) -> "Config":
+        """Return a copy with values replaced by key: `cfg.replace({"data.seq_len": 256, "stages": ()})`.
+
+        Raises:
+            ConfigError: for an unknown key (naming the nearest one), a wrong type or a broken rule.
+        """
+        return changed(self, changes)
+
+    @functools.cached_property
+    def legs(self) -> tuple[ResolvedStage, ...]:
+        """The stages, resolved; of a run without stages one, the whole run."""
+        return resolve_stages(self)
+
+    def after(self, done: tuple[tuple[int, int], ...]) -> "Config":
+        """Return a copy whose stages go on from steps that are done: (steps, tokens), as `Clock.until` lists them.
+
+        Without it every step counts as one of today's batches. `replace` takes it back.
+        """
+        other = copy.copy(self)
+        other.__dict__["legs"] = resolve_stages(self, done)
+        return other
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps after which the run ends."""
+        return self.train.steps or self.legs[-1].last
+
+    def leg(self, step: int) -> ResolvedStage:
+        """The stage of the step that comes after `step` others."""
+        return next((leg for leg in self.legs if step < leg.last), self.legs[-1])
+
+    def _check(self) -> None:
+        if not self.stages:
+            self._check_stage()
+            return
+        devices = {(leg.cfg.mesh.data * leg.cfg.mesh.expert * leg.cfg.mesh.context) for leg in self.legs}
+        if len(devices) > 1:
+            raise ConfigError(f"all stages must have a mesh of the same number of devices, found {sorted(devices)}")
+        if self.train.steps > self.legs[-1].last:
+            raise ConfigError(
+                f"train.steps = {self.train.steps} exceeds the {self.legs[-1].last} steps of the stages; raise the "
+                "last stage's `until`"
+            )
+
+    def _check_stage(self) -> None:
+        model, optim, steps, mesh = self.model, self.optim, self.train.steps, self.mesh
+        if not steps:
+            raise ConfigError("train.steps must be above 0 in a run without stages")
+        parts = mesh.data * mesh.expert * self.train.accumulate
+        if self.data.batch_size % parts:
+            raise ConfigError(
+                f"data.batch_size = {self.data.batch_size} must be a multiple of mesh.data x mesh.expert x "
+                f"train.accumulate = {parts}"
+            )
+        experts, waves = model.n_routed_experts, model.expert_waves
+        if experts % mesh.expert == 0 and experts // mesh.expert % waves:
+            raise ConfigError(
+                f"model.expert_waves = {waves} must divide the {experts // mesh.expert} experts of a device: "
+                f"model.n_routed_experts = {experts} over mesh.expert = {mesh.expert}"
+            )
+        dspark = bool(model.dspark_target_layer_ids)
+        if self.loss.mtp and (dspark or not model.n_mtp_layers):
+            raise ConfigError(
+                f"loss.mtp = {self.loss.mtp} needs an MTP block; set it to 0, or model.n_mtp_layers to 1 and "
+                "model.dspark_target_layer_ids to none"
+            )
+        if self.train.stage == "draft" and not dspark:
+            raise ConfigError("train.stage = 'draft' needs draft blocks: model.dspark_target_layer_ids names none")
+        mode, watched = self.routing.anticipation.mode, self.spikes.loss or self.spikes.grad_norm
+        if mode == "auto" and not watched:
+            raise ConfigError("routing.anticipation.mode = 'auto' needs spikes.loss or spikes.grad_norm above 0")
+        train, steps_back = self.train, self.spikes.margin + self.spikes.steps - 1
+        reach = (train.keep - 1) * train.checkpoint_every
+        if mode == "auto" and not train.keep_every and steps_back > reach:
+            raise ConfigError(
+                f"spikes.margin = {self.spikes.margin} with spikes.steps = {self.spikes.steps} may go back "
+                f"{steps_back} steps, but train.keep = {train.keep} checkpoints, "
+                f"train.checkpoint_every = {train.checkpoint_every} "
+                f"steps apart, reach back only {reach}: lower spikes.margin or raise train.keep"
+            )
+        if mode != "off" and self.train.stage == "draft":
+            raise ConfigError(
+                f"routing.anticipation.mode = {mode!r} is for pre-training, not for train.stage = 'draft'"
+            )
+        if not optim.decay_tokens and optim.warmup_steps + optim.decay_steps > steps:
+            raise ConfigError(
+                f"optim.warmup_steps + optim.decay_steps = {optim.warmup_steps + optim.decay_steps} "
+                f"exceeds train.steps = {steps}; shorten them or train longer"
+            )
+
+
+def resolve_stages(cfg: "Config", done: tuple[tuple[int, int], ...] = ((0, 0),)) -> tuple[ResolvedStage, ...]:
+    """Resolve the stages; a run without stages is one stage.
+
+    Args:
+        cfg: the run.
+        done: (steps, tokens) of the steps that are done, whatever batch they had (`Clock`).
+    """
+    if not cfg.stages:
+        clock = Clock(Stepwise(((0, cfg.data.batch_size * cfg.data.seq_len),)), done)
+        return (ResolvedStage(0, Stage(name="", until=clock.tokens(cfg.train.steps)), cfg, 0, cfg.train.steps, clock),)
+    resolved = []
+    part = cfg
+    for number, stage in enumerate(cfg.stages, 1):
+        with _named(number, stage):
+            for key in stage.changes:
+                if not CHANGEABLE.fullmatch(key):
+                    raise ConfigError(f"it cannot change {key!r}{nearest(key, changeable(cfg))}")
+            with deferred_rules():  # those across sections need the number of steps, which comes from the data's
+                part = changed(part, {"stages": (), **stage.changes})
+            check_rules(part.data)
+        resolved.append(part)
+    starts = [0, *(stage.until for stage in cfg.stages)]
+    if starts != sorted(set(starts)):
+        raise ConfigError(f"the stages must end at ascending token counts above 0, found {starts[1:]}")
+    sizes = (part.data.batch_size * part.data.seq_len for part in resolved)
+    clock = Clock(Stepwise(tuple(zip(starts, sizes, strict=False))), done)
+    steps = [clock.steps(start) for start in starts]
+    found = []
+    for number, (stage, part) in enumerate(zip(cfg.stages, resolved, strict=True)):
+        first, last = steps[number : number + 2]
+        with _named(number + 1, stage):
+            if first == last:
+                raise ConfigError(f"no step begins before it ends at {stage.until:,} tokens")
+            with deferred_rules():
+                part = changed(part, {"train.steps": steps[-1]})
+            check_rules(part)
+        found.append(ResolvedStage(number, stage, part, first, last, clock))
+    return tuple(found)
+
+
+@contextlib.contextmanager
+def _named(number: int, stage: Stage) -> Generator[None]:
+    """Name the stage, numbered from 1 as in `plan`, in errors."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"stage {number} ({stage.name}): {error}") from None

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What leaves and enters the framework: weights under the official names."""
