@@ -27,7 +27,7 @@ def params():
 
 
 def by_path(params, groups):
-    names = [path for path, _ in optim.roles(params)]
+    names = [path for path, _ in optim.find_roles(params)]
     return dict(zip(names, jax.tree.leaves(groups, is_leaf=lambda x: isinstance(x, Group)), strict=True))
 
 

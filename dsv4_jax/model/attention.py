@@ -21,7 +21,7 @@ from dsv4_jax.ops.attention import Attended, attend
 from dsv4_jax.ops.context import chunk, gather_entries, offset, own_slots, own_windows, rows_at, with_left
 from dsv4_jax.ops.documents import Documents, Windows, compress, documents, windows
 from dsv4_jax.ops.indexer import Index
-from dsv4_jax.optim import MatrixSpec, Role
+from dsv4_jax.optim.roles import MatrixSpec, Role
 
 
 class Tables(NamedTuple):

@@ -25,7 +25,7 @@ from dsv4_jax.model.vision import TEXT, Aligner, Vision, delimiters, embed_image
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.ops.documents import next_ids
 from dsv4_jax.ops.indexer import in_blocks
-from dsv4_jax.optim import Role
+from dsv4_jax.optim.roles import Role
 
 COLLECTABLE = ("streams", "pre_mix", "topk", "candidates", "router_scores", "features", "vision")
 _TOLD = ("experts", "load", "clamped", "balance", "indexer", "recall")  # what every layer tells, whatever is collected

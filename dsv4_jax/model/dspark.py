@@ -23,7 +23,7 @@ from dsv4_jax.model.params import Params, linear, recomputed, rms_norm, whole
 from dsv4_jax.model.rope import frequencies, rotate, rotation
 from dsv4_jax.ops.attention import softmax_with_sink
 from dsv4_jax.ops.cross_entropy import head_logits
-from dsv4_jax.optim import Role
+from dsv4_jax.optim.roles import Role
 
 
 class Anchors(NamedTuple):

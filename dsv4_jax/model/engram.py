@@ -17,7 +17,7 @@ from dsv4_jax.model.token_map import numbers_of, token_map
 from dsv4_jax.ops.documents import Documents
 from dsv4_jax.ops.lookup import lookup
 from dsv4_jax.ops.ngrams import Hashing, hashing, ngram_rows
-from dsv4_jax.optim import MatrixSpec, Role
+from dsv4_jax.optim.roles import MatrixSpec, Role
 
 PART = "engram"  # of the optimizer: has a factor on the learning rate
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.params import Params, whole
-from dsv4_jax.optim import MatrixSpec, Role
+from dsv4_jax.optim.roles import MatrixSpec, Role
 
 
 class Mix(NamedTuple):

@@ -26,7 +26,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.mesh import param_spec
-from dsv4_jax.optim import Role
+from dsv4_jax.optim.roles import Role
 
 WEIGHT = ".weight"  # the official name of a linear layer's or a norm's only tensor
 

@@ -26,7 +26,7 @@ from dsv4_jax.model.params import Params, linear, recomputed, rms_norm, whole
 from dsv4_jax.model.rope import Rotation, rotation
 from dsv4_jax.ops.context import offset
 from dsv4_jax.ops.images import Cells, Patches, attend_images, image_tables, max_cells
-from dsv4_jax.optim import MatrixSpec, Role
+from dsv4_jax.optim.roles import MatrixSpec, Role
 
 EPS = 1e-6  # of the tower's norms, whatever `norm_eps` the language model has
 BLOCK = 512  # patches that attention handles at a time: an image has thousands

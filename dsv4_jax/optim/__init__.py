@@ -7,19 +7,18 @@ Nothing here needs the model. `docs/optimizers.md` shows each on parameters that
 from dsv4_jax.optim import schedules
 from dsv4_jax.optim.groups import (
     Group,
-    Role,
     adamw_groups,
     deepseek_v4,
     deepseek_v41,
     describe,
+    find_roles,
     grouped,
-    roles,
     v4_groups,
     v41_groups,
 )
-from dsv4_jax.optim.matrices import MatrixSpec
 from dsv4_jax.optim.muon import muon, scale_by_muon, scale_by_orthogonal
 from dsv4_jax.optim.newton_schulz import COEFFICIENTS, HYBRID, newton_schulz
+from dsv4_jax.optim.roles import MatrixSpec, Role
 from dsv4_jax.optim.sinkhorn import scale_by_sinkhorn, sinkhorn_balanced, sinkhorn_scales
 
 __all__ = [
@@ -32,10 +31,10 @@ __all__ = [
     "deepseek_v4",
     "deepseek_v41",
     "describe",
+    "find_roles",
     "grouped",
     "muon",
     "newton_schulz",
-    "roles",
     "scale_by_muon",
     "scale_by_orthogonal",
     "scale_by_sinkhorn",

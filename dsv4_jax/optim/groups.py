@@ -15,30 +15,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dsv4_jax.optim.matrices import MatrixSpec, block_shapes
+from dsv4_jax.optim.matrices import block_shapes
 from dsv4_jax.optim.muon import scale_by_muon
 from dsv4_jax.optim.newton_schulz import HYBRID, Coefficients, Precision
+from dsv4_jax.optim.roles import MatrixSpec, Role
 from dsv4_jax.optim.sinkhorn import scale_by_sinkhorn
 from dsv4_jax.optim.trees import steady
-
-
-class Role(NamedTuple):
-    """What a tensor is to an optimizer.
-
-    Attributes:
-        kind: "matrix" (one or more), "table" that is looked up, "norm" weight, or any other "vector".
-        matrix: which matrices it holds.
-        heads: matrices along the output side for a head-wise update, which comes instead of
-            `matrix.output_split`; 1: no heads.
-        rows: axis of a table that is looked up.
-        part: "", "engram" or "vision": parts of V4.1 with a learning rate of their own.
-    """
-
-    kind: Literal["matrix", "table", "norm", "vector"]
-    matrix: MatrixSpec = MatrixSpec()
-    heads: int = 1
-    rows: int = -2
-    part: str = ""
 
 
 class Group(NamedTuple):
@@ -63,7 +45,7 @@ class Group(NamedTuple):
 Rules = Sequence[tuple[str, Role]]
 
 
-def roles(params: Any, rules: Rules | None = None) -> list[tuple[str, Role]]:
+def find_roles(params: Any, rules: Rules | None = None) -> list[tuple[str, Role]]:
     """Path and role of every leaf, in the order of `jax.tree.leaves`.
 
     Args:
@@ -103,13 +85,13 @@ def v4_groups(params: Any, rules: Rules | None = None, *, frozen: str | None = N
     report does not say how it decays biases and gates; it names one AdamW and exempts nothing.
 
     Args:
-        params: see `roles`.
+        params: see `find_roles`.
         rules: for trees that do not declare roles.
         frozen: regular expression of paths that stay as they are.
         weight_decay: of all leaves.
 
     Raises:
-        ValueError: see `roles`; or if nothing matches `frozen`.
+        ValueError: see `find_roles`; or if nothing matches `frozen`.
     """
 
     def group(role: Role) -> Group:
@@ -139,7 +121,7 @@ def v41_groups(
     | vector | AdamW | no |
 
     Args:
-        params: see `roles`.
+        params: see `find_roles`.
         rules: for trees that do not declare roles.
         frozen: regular expression of paths that stay as they are: the vision tower, until the learning
             rate decays.
@@ -149,7 +131,7 @@ def v41_groups(
             number is our choice.
 
     Raises:
-        ValueError: see `roles`; or if nothing matches `frozen`.
+        ValueError: see `find_roles`; or if nothing matches `frozen`.
     """
 
     def group(role: Role) -> Group:
@@ -178,7 +160,7 @@ def custom_groups(params: Any, *, frozen: str | None = None) -> Any:
 
 
 def _groups(params: Any, rules: Rules | None, frozen: str | None, group: Callable[[Role], Group]) -> Any:
-    found = roles(params, rules)
+    found = find_roles(params, rules)
     stays = [frozen is not None and re.search(frozen, path) is not None for path, _ in found]
     if frozen is not None and not any(stays):
         raise ValueError(f"frozen = {frozen!r} matches no path, such as {_some([path for path, _ in found])}")

@@ -17,30 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-Axes = int | Sequence[int]
-
-
-class MatrixSpec(NamedTuple):
-    """Which axes of a tensor make its matrices. A superset of `optax.contrib.MuonDimensionNumbers`.
-
-    Axes that are not named stack matrices: scanned layers, experts, heads. Several axes of one side
-    are flattened in the given order. A side that holds several matrices next to one another is split,
-    into equal parts (a number) or parts of given sizes (a sequence).
-
-    `MatrixSpec(0, 2)` on [in, heads, dim] and `MatrixSpec(0, 1, output_split=heads)` on
-    [in, heads * dim] are head-wise; `MatrixSpec(0, (1, 2))` takes the former as one matrix.
-
-    Attributes:
-        reduction_axis: axes that the layer sums over.
-        output_axis: axes that it makes.
-        reduction_split: matrices along the reduction side.
-        output_split: matrices along the output side.
-    """
-
-    reduction_axis: Axes = -2
-    output_axis: Axes = -1
-    reduction_split: Axes = 1
-    output_split: Axes = 1
+from dsv4_jax.optim.roles import Axes, MatrixSpec
 
 
 def _tuple(axes: Axes) -> tuple[int, ...]:

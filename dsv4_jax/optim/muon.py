@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import optax
 
-from dsv4_jax.optim.matrices import MatrixSpec, map_matrices
+from dsv4_jax.optim.matrices import map_matrices
 from dsv4_jax.optim.newton_schulz import HYBRID, Coefficients, Precision, coefficient_steps, newton_schulz
+from dsv4_jax.optim.roles import MatrixSpec
 from dsv4_jax.optim.trees import leaf_settings, steady
 
 Specs = MatrixSpec | Any | Callable[[Any], Any]
