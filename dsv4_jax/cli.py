@@ -120,13 +120,13 @@ def _optim_lab(args: argparse.Namespace) -> None:
     _need_matplotlib()
     lab = made_by(args.spec, "lab")
     from dsv4_jax.lab import Lab, run_lab
-    from dsv4_jax.lab.report import draw, table
+    from dsv4_jax.lab.figures import draw_figures, format_table
 
     if not isinstance(lab, Lab):
         raise ConfigError(f"{args.spec}: lab() must return a dsv4_jax.lab.Lab, found {type(lab).__name__}")
     out = args.out or Path("runs/optim_lab") / args.spec.stem
     results = run_lab(lab, out, lambda line: print(line, flush=True))
-    print(table(lab, results), *draw(lab, results, out), sep="\n")
+    print(format_table(lab, results), *draw_figures(lab, results, out), sep="\n")
 
 
 def _report(args: argparse.Namespace) -> None:

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from matplotlib.figure import Figure
 
 import dsv4_jax as ds
 from dsv4_jax import optim
 from dsv4_jax.lab import CharLM, Contender, Lab, ZipfRegression, run_lab
-from dsv4_jax.lab.report import draw, table
-from dsv4_jax.lab.runner import best_rate
+from dsv4_jax.lab.figures import draw_figures, format_table
+from dsv4_jax.lab.runner import find_best_rate
+from dsv4_jax.report.charts import label_ticks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +53,10 @@ def lab(*contenders, **changes):
 def test_the_grid_grows_until_the_best_is_inside():
     asked = []
     score = lambda rate: asked.append(rate) or abs(np.log2(rate / 8))
-    assert best_rate((1.0, 2.0), score) == 8 and max(asked) == 16
-    assert best_rate((32.0,), score) == 8
+    assert find_best_rate((1.0, 2.0), score) == 8 and max(asked) == 16
+    assert find_best_rate((32.0,), score) == 8
     with pytest.raises(ds.ConfigError, match="no best learning rate"):
-        best_rate((1.0, 2.0), lambda rate: -rate)
+        find_best_rate((1.0, 2.0), lambda rate: -rate)
 
 
 def test_runs_resume_and_nothing_is_run_twice(tmp_path):
@@ -80,9 +82,10 @@ def test_divergence_is_a_score_and_not_a_crash(tmp_path):
     results = run_lab(lab(sgd((0.25, 0.5, 64.0)), seeds=(0,), clip=0.0), tmp_path, lambda line: None)
     wild = results.find("SGD", 64.0, 0, 60)
     assert wild.measures["distance"] is None and wild.score("distance") == np.inf
-    assert "inf" not in table(lab(sgd((0.25, 0.5, 64.0)), seeds=(0,)), results)
+    assert "inf" not in format_table(lab(sgd((0.25, 0.5, 64.0)), seeds=(0,)), results)
     assert all(
-        path.stat().st_size > 10_000 for path in draw(lab(sgd((0.25, 0.5, 64.0)), seeds=(0,)), results, tmp_path)
+        path.stat().st_size > 10_000
+        for path in draw_figures(lab(sgd((0.25, 0.5, 64.0)), seeds=(0,)), results, tmp_path)
     )
 
 
@@ -99,8 +102,21 @@ def test_a_seed_may_diverge_at_the_chosen_rate(tmp_path):
     this = lab(sgd((0.25, 0.5, 1.0)), task=Cliff(), seeds=(0, 1, 2))
     results = run_lab(this, tmp_path, lambda line: None)
     assert results.find("SGD", results.rates["SGD"], 2, 60).curve == [None, None]
-    assert "a seed diverged" in table(this, results)
-    assert len(draw(this, results, tmp_path)) == 2
+    assert "a seed diverged" in format_table(this, results)
+    assert len(draw_figures(this, results, tmp_path)) == 2
+
+
+@pytest.mark.parametrize(("high", "expected"), [(9, "2 3 4 5 6 7 8 9"), (4000, "2 5 20 50 200 500 2k")])
+def test_log_axes_name_numbers_between_powers_of_ten(high, expected):
+    figure = Figure()
+    axes = figure.subplots()
+    axes.set(yscale="log", ylim=(1.5, high))
+    label_ticks(axes)
+    figure.canvas.draw()
+    low, high = axes.get_ylim()
+    minor = zip(axes.get_yticks(minor=True), axes.get_yticklabels(minor=True), strict=True)
+    assert [label.get_text() for y, label in minor if low <= y <= high and label.get_text()] == expected.split()
+    assert "10" in {label.get_text() for label in axes.get_yticklabels()} and high > low
 
 
 def test_another_task_is_refused(tmp_path):

@@ -79,7 +79,7 @@ class Lab:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """A finished run: what it was, its final measures and its training loss, a point for CHUNK steps."""
 
     contender: str
@@ -110,8 +110,8 @@ class Results:
         settings = {"task": type(lab.task).__name__, **dataclasses.asdict(lab.task)}
         settings |= {key: getattr(lab, key) for key in ("metric", "warmup", "end", "clip")}
         known = folder / "lab.json"
-        if known.exists() and (found := json.loads(known.read_text())) != settings:
-            other = sorted(key for key in settings.keys() | found.keys() if settings.get(key) != found.get(key))
+        if known.exists() and (before := json.loads(known.read_text())) != settings:
+            other = sorted(key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key))
             raise ConfigError(f"{folder} holds runs with another {', '.join(other)}; choose another folder with --out")
         known.write_text(json.dumps(settings, indent=1))
         self.path = folder / "runs.jsonl"
@@ -119,15 +119,15 @@ class Results:
         *lines, cut = text.split("\n")
         if cut:  # the last stop came in the middle of a line
             self.path.write_text(text.removesuffix(cut))
-        self.runs = [Run(**json.loads(line)) for line in lines]
+        self.runs = [FinishedRun(**json.loads(line)) for line in lines]
         self.rates: dict[str, float] = {}
 
-    def find(self, contender: str, rate: float, seed: int, steps: int) -> Run | None:
+    def find(self, contender: str, rate: float, seed: int, steps: int) -> FinishedRun | None:
         """The run, if it is finished."""
         wanted = (contender, rate, seed, steps)
         return next((run for run in self.runs if (run.contender, run.rate, run.seed, run.steps) == wanted), None)
 
-    def add(self, run: Run) -> None:
+    def add(self, run: FinishedRun) -> None:
         """Writes a finished run."""
         self.runs.append(run)
         with self.path.open("a") as file:
@@ -147,26 +147,26 @@ def run_lab(lab: Lab, folder: Path, say: Callable[[str], None] = print) -> Resul
     """
     results = Results(folder, lab)
     for contender in lab.contenders:
-        train = functools.cache(lambda steps, c=contender: compiled_run(lab, c, steps))
+        train = functools.cache(lambda steps, c=contender: compile_run(lab, c, steps))
 
-        def run(rate: float, seed: int, steps: int, c: Contender = contender, train: Any = train) -> Run:
-            found = results.find(c.name, rate, seed, steps)
-            if found is None:
+        def run(rate: float, seed: int, steps: int, c: Contender = contender, train: Any = train) -> FinishedRun:
+            done = results.find(c.name, rate, seed, steps)
+            if done is None:
                 start = time.monotonic()
                 measures, curve = train(steps)(rate, seed)
-                found = Run(c.name, rate, seed, steps, measures, curve, round(time.monotonic() - start, 1))
-                results.add(found)
-                say(f"{c.name}: rate {rate:g}, seed {seed}, {steps} steps: {found.measures} in {found.seconds} s")
-            return found
+                done = FinishedRun(c.name, rate, seed, steps, measures, curve, round(time.monotonic() - start, 1))
+                results.add(done)
+                say(f"{c.name}: rate {rate:g}, seed {seed}, {steps} steps: {done.measures} in {done.seconds} s")
+            return done
 
         score = lambda rate, run=run: run(rate, lab.seeds[0], lab.steps).score(lab.metric)
-        rate = results.rates[contender.name] = best_rate(contender.rates, score)
+        rate = results.rates[contender.name] = find_best_rate(contender.rates, score)
         for seed, steps in itertools.product(lab.seeds, (lab.steps, *contender.shorter)):
             run(rate, seed, steps)
     return results
 
 
-def best_rate(rates: Sequence[float], score: Callable[[float], float]) -> float:
+def find_best_rate(rates: Sequence[float], score: Callable[[float], float]) -> float:
     """The rate of lowest score, from a grid widened by factors of two until the best is inside.
 
     Raises:
@@ -184,7 +184,7 @@ def best_rate(rates: Sequence[float], score: Callable[[float], float]) -> float:
     raise ConfigError(f"no best learning rate between {grid[0]:g} and {grid[-1]:g}; start the grid elsewhere")
 
 
-def compiled_run(lab: Lab, contender: Contender, steps: int) -> Callable[[float, int], tuple[dict, list]]:
+def compile_run(lab: Lab, contender: Contender, steps: int) -> Callable[[float, int], tuple[dict, list]]:
     """A function of rate and seed that trains from start to end; compiled once for all rates."""
     shape = trapezoid(1.0, lab.end, round(lab.warmup * steps), round(lab.warmup * steps), steps)
 
@@ -206,23 +206,23 @@ def compiled_run(lab: Lab, contender: Contender, steps: int) -> Callable[[float,
     evaluate = jax.jit(lab.task.evaluate)
 
     def run(rate: float, seed: int) -> tuple[dict[str, float | None], list[float | None]]:
-        at, curve = jnp.asarray(rate, jnp.float32), []
-        carry = start(at, lab.task.init(seed))
-        for first, count in _chunks(steps):
-            carry, losses = chunk(at, carry, lab.task.batches(seed, first, count))
-            curve.append(_number(np.mean(losses)))
+        peak, curve = jnp.asarray(rate, jnp.float32), []
+        carry = start(peak, lab.task.init(seed))
+        for first, count in _cut(steps):
+            carry, losses = chunk(peak, carry, lab.task.batches(seed, first, count))
+            curve.append(_finite(np.mean(losses)))
             if curve[-1] is None:
-                curve += [None] * (len(_chunks(steps)) - len(curve))
+                curve += [None] * (len(_cut(steps)) - len(curve))
                 break
-        measures = {name: _number(value) for name, value in evaluate(carry[0]).items()}
+        measures = {name: _finite(value) for name, value in evaluate(carry[0]).items()}
         return {"last losses": curve[-1], **measures}, curve
 
     return run
 
 
-def _chunks(steps: int) -> list[tuple[int, int]]:
+def _cut(steps: int) -> list[tuple[int, int]]:
     return [(first, min(CHUNK, steps - first)) for first in range(0, steps, CHUNK)]
 
 
-def _number(x: Any) -> float | None:
+def _finite(x: Any) -> float | None:
     return float(x) if math.isfinite(x) else None

@@ -140,9 +140,9 @@ class CharLM:
         """Cross-entropy over the whole batches of the validation text."""
         text = self._ids[1]
         rows = len(text) // self.block - 1
-        at = np.arange(rows)[:, None] * self.block + np.arange(self.block + 1)
+        places = np.arange(rows)[:, None] * self.block + np.arange(self.block + 1)
         cut = rows - rows % 32
-        losses = jax.lax.map(lambda batch: self.loss(params, batch), text[at[:cut]].reshape(-1, 32, self.block + 1))
+        losses = jax.lax.map(lambda batch: self.loss(params, batch), text[places[:cut]].reshape(-1, 32, self.block + 1))
         return {"validation loss": losses.mean()}
 
 

@@ -70,6 +70,20 @@ def human(x: float) -> str:
     return f"{x:.4g}"
 
 
+def label_ticks(axes: Any) -> None:
+    """Write the numbers on both axes of a finished plot with `human`.
+
+    On a log axis the ticks between powers of ten get a number too: all of them if the axis spans at most one power
+    of ten, else those at 2 and 5.
+    """
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: human(value))
+        if axis.get_scale() == "log":
+            low, high = axis.get_view_interval()
+            digits = "25" if high > 10 * low else "123456789"
+            axis.set_minor_formatter(lambda value, _, d=digits: human(value) if f"{value:e}"[0] in d else "")
+
+
 def draw_charts(runs: Sequence[Run]) -> list[str]:
     """Headings and charts of everything that has a value; `tokens` is the x axis if every run has it throughout."""
     found = sorted({_chart_of(metric) for run in runs for metric in _metrics(run)})
@@ -231,12 +245,7 @@ def _chart(runs: Sequence[Run], axis: str, chart: str, title: str, unit: str) ->
     axes.set_title(unit, loc="left", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    for direction in (axes.xaxis, axes.yaxis):
-        direction.set_major_formatter(lambda value, _: human(value))
-    if scale == "log":
-        low, high = axes.get_ylim()
-        labelled = "25" if high > 10 * low else "123456789"  # leading digits
-        axes.yaxis.set_minor_formatter(lambda value, _: human(value) if f"{value:e}"[0] in labelled else "")
+    label_ticks(axes)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = text.getvalue()

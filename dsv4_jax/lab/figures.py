@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table and the pictures of a comparison."""
+"""Show a comparison of optimizers: a table in Markdown and two pictures."""
 
 from pathlib import Path
 
 import numpy as np
 
-from dsv4_jax.lab.runner import CHUNK, Lab, Results, Run
+from dsv4_jax.lab.runner import CHUNK, FinishedRun, Lab, Results
+from dsv4_jax.report.charts import label_ticks
 
 
-def _at_best(lab: Lab, results: Results, name: str, steps: int) -> list[Run]:
+def _best_runs(lab: Lab, results: Results, name: str, steps: int) -> list[FinishedRun]:
+    """List a contender's finished runs of that many steps at its best rate, one for each seed."""
     runs = [results.find(name, results.rates[name], seed, steps) for seed in lab.seeds]
     return [run for run in runs if run is not None]
 
 
-def table(lab: Lab, results: Results) -> str:
-    """Markdown: for every contender and length the best rate, and mean and deviation of every measure."""
+def format_table(lab: Lab, results: Results) -> str:
+    """Format as Markdown: the best rate, the mean and deviation of each measure, a line per contender and length."""
     measures = list(results.runs[0].measures)
     rows = [["optimizer", "steps", "rate", *measures, "seconds"]]
     for contender in lab.contenders:
         for steps in (lab.steps, *contender.shorter):
-            runs = _at_best(lab, results, contender.name, steps)
+            runs = _best_runs(lab, results, contender.name, steps)
             cells = []
             for name in measures:
                 scores = [run.score(name) for run in runs]
@@ -33,8 +35,8 @@ def table(lab: Lab, results: Results) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def draw(lab: Lab, results: Results, folder: Path) -> list[Path]:
-    """Training loss at the best rates, and the measure by rate, as PNG files."""
+def draw_figures(lab: Lab, results: Results, folder: Path) -> list[Path]:
+    """Draw the training loss at the best rates, and the measure against the rate, as PNG files in `folder`."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -44,9 +46,9 @@ def draw(lab: Lab, results: Results, folder: Path) -> list[Path]:
 
     def curves(axes):
         for name in runs:
-            curves = np.array([run.curve for run in _at_best(lab, results, name, lab.steps)], float)
-            at = np.minimum(CHUNK * np.arange(1, curves.shape[1] + 1), lab.steps)
-            axes.plot(at, curves.mean(0), label=f"{name}, rate {results.rates[name]:g}")
+            curves = np.array([run.curve for run in _best_runs(lab, results, name, lab.steps)], float)
+            steps = np.minimum(CHUNK * np.arange(1, curves.shape[1] + 1), lab.steps)
+            axes.plot(steps, curves.mean(0), label=f"{name}, rate {results.rates[name]:g}")
         title = f"Mean of {len(lab.seeds)} seeds at the best rate"
         axes.set(xlabel="step", ylabel="training loss", yscale="log", title=title)
 
@@ -63,11 +65,7 @@ def draw(lab: Lab, results: Results, folder: Path) -> list[Path]:
         plot(axes)
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize="small")
-        for axis in (axes.yaxis, axes.xaxis) if plot is rates else (axes.yaxis,):
-            axis.set_major_formatter("{x:g}")
-            low, high = axis.get_view_interval()
-            labelled = "25" if high > 10 * low else "123456789"  # leading digits
-            axis.set_minor_formatter(lambda x, _, digits=labelled: f"{x:g}" if f"{x:e}"[0] in digits else "")
+        label_ticks(axes)
         files.append(folder / f"{plot.__name__}.png")
         figure.savefig(files[-1], dpi=110)
         plt.close(figure)
