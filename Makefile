@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= configs/tiny_v41.py
 
-.PHONY: train test test-all soak check format figures clean
+.PHONY: train test test-all soak check format figures compare clean
 
 train: .venv/installed
 	$(BIN)/python train.py $(CONFIG) $(ARGS)
@@ -32,6 +32,11 @@ format: .venv/installed
 figures: .venv/installed
 	$(BIN)/python benchmarks/configuration.py
 	$(BIN)/python benchmarks/figures.py $(ARGS)
+
+# Trains both tiny configurations for 20 steps here and at the git revision BASE: losses, CPU-seconds, compile seconds and
+# temporary bytes. ARGS="configs/tiny_v4.py --steps 5" compares one of them.
+compare: .venv/installed
+	$(BIN)/python benchmarks/compare.py $(BASE) $(ARGS)
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
