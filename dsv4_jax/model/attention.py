@@ -7,7 +7,7 @@ K head width, M entries, C compressor channels, I index heads, J index width, G 
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,54 +16,13 @@ from flax import nnx
 from dsv4_jax.mesh import BATCH, act_spec
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.params import Params, linear, rms_norm, saved, whole
-from dsv4_jax.model.rope import Rotation, frequencies, rotate, rotation
+from dsv4_jax.model.rope import Rotation, rotate
+from dsv4_jax.model.tables import Chunk, Tables, take_chunk
 from dsv4_jax.ops.attention import Attended, attend
-from dsv4_jax.ops.context import chunk, gather_entries, offset, own_slots, own_windows, rows_at, with_left
-from dsv4_jax.ops.documents import Documents, Windows, compress, documents, windows
+from dsv4_jax.ops.context import gather_entries, own_slots, own_windows, rows_at, with_left
+from dsv4_jax.ops.documents import Windows, compress
 from dsv4_jax.ops.indexer import Index
 from dsv4_jax.optim.roles import MatrixSpec, Role
-
-
-class Tables(NamedTuple):
-    """Integer and angle tables of a batch that all layers share; positions are whole everywhere.
-
-    Attributes:
-        docs: document borders.
-        windows: compression windows, by ratio.
-        rotations: angles of every position, without and with compression (keys False, True).
-        starts: angles of every window's first token, by ratio.
-        near_BS: row position from which the window of a decoder layer may see, if replay is bounded.
-    """
-
-    docs: Documents
-    windows: dict[int, Windows]
-    rotations: dict[bool, Rotation]
-    starts: dict[int, Rotation]
-    near_BS: jax.Array | None
-
-
-def tables(cfg: ModelConfig, segment_ids: jax.Array, replay_starts: jax.Array | None = None) -> Tables:
-    """Tables of packed rows, `segment_ids` and `replay_starts` [B, S] with whole rows on each device."""
-    run = functools.partial(_tables, cfg)
-    return jax.shard_map(run, in_specs=jax.P(BATCH), out_specs=jax.P(BATCH))(segment_ids, replay_starts)
-
-
-def _tables(cfg: ModelConfig, segment_ids: jax.Array, replay_BS: jax.Array | None) -> Tables:
-    docs = documents(segment_ids)
-    near = None
-    if replay_BS is not None:  # queries from the start of the replay on see nothing before it
-        replayed = jnp.arange(segment_ids.shape[1]) >= replay_BS
-        near = jnp.where(replayed, jnp.maximum(docs.first_BS, replay_BS), docs.first_BS)
-    ratios = sorted(set(cfg.compress_ratios) - {0})
-    freqs = {compressed: frequencies(cfg, compressed) for compressed in (False, True)}
-    wins = {r: windows(docs, r) for r in ratios}
-    return Tables(
-        docs,
-        wins,
-        {c: rotation(f, docs.position_BS) for c, f in freqs.items()},
-        {r: rotation(freqs[True], w.index_BM * r) for r, w in wins.items()},
-        near,
-    )
 
 
 class Shared(NamedTuple):
@@ -100,6 +59,63 @@ def nothing_shared(cfg: ModelConfig, B: int, S: int, dtype: jnp.dtype) -> dict[i
     return {r: start(r) for r in set(cfg.compress_ratios) - {0}} if cfg.kv_source_layers else {}
 
 
+class Gated(NamedTuple):
+    """What a compressor pools, [B, S, C] each: the values of every token and the logits of their gates."""
+
+    value_BSC: jax.Array
+    gate_BSC: jax.Array
+
+
+class Pooling(NamedTuple):
+    """Weights with which a compressor pools a window: position bias, and norm of the entry."""
+
+    ape_mC: jax.Array
+    norm_K: jax.Array
+
+
+class Projected(NamedTuple):
+    """Products of a layer's tokens with its matrices, before RoPE; None for what the layer does not have.
+
+    Attributes:
+        q_BSHK: queries.
+        kv_BSK: keys of the window, which are also the values.
+        main: what its entries are pooled from.
+        index: what its index keys are pooled from (CSA).
+        index_q_BSIJ: queries of the indexer.
+        index_w_BSI: fp32 weights of its heads.
+    """
+
+    q_BSHK: jax.Array
+    kv_BSK: jax.Array
+    main: Gated | None = None
+    index: Gated | None = None
+    index_q_BSIJ: jax.Array | None = None
+    index_w_BSI: jax.Array | None = None
+
+
+class Weights(NamedTuple):
+    """Weights that are used along the sequence, whole on every device; None for what the layer does not have.
+
+    Attributes:
+        sink_H: sink logits.
+        main: pooling of the entries.
+        index: pooling of the index keys (CSA).
+        key: projection [K, J] of an entry to its index key, and norm [J] of the key (CSA2).
+    """
+
+    sink_H: jax.Array
+    main: Pooling | None = None
+    index: Pooling | None = None
+    key: tuple[jax.Array, jax.Array] | None = None
+
+
+class Entries(NamedTuple):
+    """Compressed entries [B, m, K] and their index keys [B, m, J], rotated; no keys where no indexer runs."""
+
+    entries_BmK: jax.Array
+    keys_BmJ: jax.Array | None
+
+
 class Compressor(nnx.Module):
     """Pools windows of tokens into entries of `width` channels: CSA, HCA (section 2.3) and CSA2.
 
@@ -118,15 +134,15 @@ class Compressor(nnx.Module):
             self.wgate = make.kernel(("embed", cfg.dim), ("head_dim", channels), role=halves)
         self.norm = make.ones(("head_dim", width))
 
-    def project(self, x_BSD: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """Values and gate logits of every token, [B, S, C] each."""
+    def project(self, x_BSD: jax.Array, dtype: jnp.dtype) -> Gated:
+        """Compute what the windows are pooled from."""
         value = linear(x_BSD, self.wkv, dtype)
-        return value, linear(x_BSD, self.wgate, dtype) if hasattr(self, "wgate") else jnp.zeros_like(value)
+        return Gated(value, linear(x_BSD, self.wgate, dtype) if hasattr(self, "wgate") else jnp.zeros_like(value))
 
-    def tables(self, ratio: int) -> tuple[jax.Array, jax.Array]:
-        """Position bias [m, C] and norm weight [width]."""
+    def pooling(self, ratio: int) -> Pooling:
+        """Gather the weights of the pooling: bias [m, C] and norm [width]."""
         ape = whole(self.ape) if hasattr(self, "ape") else jnp.zeros((ratio, self.channels))
-        return ape, whole(self.norm)
+        return Pooling(ape, whole(self.norm))
 
 
 class Indexer(nnx.Module):
@@ -166,36 +182,44 @@ class Attention(nnx.Module):
             self.indexer = Indexer(cfg, make, spec)
 
     def __call__(
-        self, x_BSD: jax.Array, shared: dict[int, Shared], at: Tables, dtype: jnp.dtype
+        self, x_BSD: jax.Array, shared: dict[int, Shared], tables: Tables, dtype: jnp.dtype
     ) -> tuple[jax.Array, Attended, dict[int, Shared]]:
         """Output [B, S, D], the core's result for its loss and its selection, and what is handed down."""
-        cfg, spec = self.cfg, self.spec
-        B, S, _ = x_BSD.shape
-        q, latent = self.queries(x_BSD, dtype)
-        kv = self.keys(x_BSD, dtype)
-        act: dict[str, Any] = {"q": q, "kv": kv}
-        weights: dict[str, Any] = {"sink": whole(self.attn_sink)}
-        if spec.mode in ("csa", "hca", "full"):
-            act["main"] = self.compressor.project(x_BSD, dtype)
-            weights["main"] = self.compressor.tables(spec.ratio)
-        if spec.indexed and cfg.attention != "dense":
-            # The indexer learns from its own loss alone: its inputs are detached (V3.2 section 2.1).
-            x, latent = jax.lax.stop_gradient((x_BSD, latent))
-            shape = (B, S, cfg.index_n_heads, cfg.index_head_dim)
-            act["index_q"] = linear(latent, self.indexer.wq_b, dtype).reshape(shape)
-            act["index_w"] = linear(x, self.indexer.weights_proj, dtype).astype(jnp.float32)
-            if spec.mode == "csa":
-                act["index"] = self.indexer.compressor.project(x, dtype)
-                weights["index"] = self.indexer.compressor.tables(spec.ratio)
-            elif spec.mode == "full":
-                weights["keys"] = whole(self.indexer.wk), whole(self.indexer.k_norm)
-
         tokens, rows = jax.P(BATCH, "context"), jax.P(BATCH)
-        core = functools.partial(_core, cfg, spec)
+        core = functools.partial(_attend_chunk, self.cfg, self.spec)
         core = jax.shard_map(core, in_specs=(tokens, jax.P(), rows, tokens), out_specs=tokens)
-        out, own = core(act, weights, at, shared.get(spec.ratio))
+        out, own = core(self.project(x_BSD, dtype), self.weights(), tables, shared.get(self.spec.ratio))
         y = self.output(out.o_BSHK, dtype)
-        return y, out, shared if own is None else shared | {spec.ratio: own}
+        return y, out, shared if own is None else shared | {self.spec.ratio: own}
+
+    def project(self, x_BSD: jax.Array, dtype: jnp.dtype) -> Projected:
+        """Compute all products of the tokens that attention needs."""
+        cfg, spec = self.cfg, self.spec
+        q, latent = self.queries(x_BSD, dtype)
+        projected = Projected(q, self.keys(x_BSD, dtype))
+        if spec.mode in ("csa", "hca", "full"):
+            projected = projected._replace(main=self.compressor.project(x_BSD, dtype))
+        if not spec.indexed or cfg.attention == "dense":
+            return projected
+        # The indexer learns from its own loss alone: its inputs are detached (V3.2 section 2.1).
+        x, latent = jax.lax.stop_gradient((x_BSD, latent))
+        shape = (*x.shape[:2], cfg.index_n_heads, cfg.index_head_dim)
+        query = linear(latent, self.indexer.wq_b, dtype).reshape(shape)
+        head_weights = linear(x, self.indexer.weights_proj, dtype).astype(jnp.float32)
+        index = self.indexer.compressor.project(x, dtype) if spec.mode == "csa" else None
+        return projected._replace(index=index, index_q_BSIJ=query, index_w_BSI=head_weights)
+
+    def weights(self) -> Weights:
+        """Gather the weights that are used along the sequence."""
+        spec, weights = self.spec, Weights(whole(self.attn_sink))
+        if spec.mode in ("csa", "hca", "full"):
+            weights = weights._replace(main=self.compressor.pooling(spec.ratio))
+        if spec.indexed and self.cfg.attention != "dense":
+            if spec.mode == "csa":
+                weights = weights._replace(index=self.indexer.compressor.pooling(spec.ratio))
+            elif spec.mode == "full":
+                weights = weights._replace(key=(whole(self.indexer.wk), whole(self.indexer.k_norm)))
+        return weights
 
     def queries(self, x_BSD: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """Queries [B, S, H, K] before RoPE, and their latent [B, S, lora]."""
@@ -217,72 +241,161 @@ class Attention(nnx.Module):
         return linear(u.reshape(B, S, -1), self.wo_b, dtype)
 
 
-def _core(
-    cfg: ModelConfig,
-    spec: LayerSpec,
-    act: dict[str, Any],
-    weights: dict[str, Any],
-    at: Tables,
-    shared: Shared | None,
+def _attend_chunk(
+    cfg: ModelConfig, spec: LayerSpec, projected: Projected, weights: Weights, tables: Tables, shared: Shared | None
 ) -> tuple[Attended, Shared | None]:
-    """Everything that looks along the sequence, on one device's rows and chunk of positions."""
-    S, ratio = act["q"].shape[1], spec.ratio
-    angles = chunk(at.rotations[ratio > 0], S)
-    heads = jax.tree.map(lambda a: a[:, :, None], angles)  # the same angles for every head
+    """Attend from one device's rows and chunk of positions, in training.
 
-    def pool(name: str) -> tuple[jax.Array, Rotation]:
-        """This device's entries [B, m, K], normed and not rotated, and their angles."""
-        overlap = spec.mode == "csa"
-        (kv, gate), (ape, norm) = with_left(act[name], (2 if overlap else 1) * ratio - 1), weights[name]
-        own, number_BM = own_windows(at.windows[ratio], ratio, S, kv.shape[1] - S)
-        pooled = compress(kv, gate, ape, own, overlap)
-        starts = jax.tree.map(lambda a: rows_at(a, number_BM), at.starts[ratio])
-        return rms_norm(pooled, cfg.norm_eps) * norm, starts
-
-    def entries(name: str) -> jax.Array:
-        return rotate(*pool(name)).astype(act["kv"].dtype)
-
-    gather = lambda own: gather_entries(own, at.windows[ratio], S)
-    some = ratio > 0 and at.windows[ratio].end_BM.shape[1] > 0  # a row shorter than the ratio has no entries
-    if some and spec.mode == "full":
-        assert shared is not None  # there is a slot for every ratio
-        latent, starts = pool("main")
-        shared = shared._replace(entries_BmK=rotate(latent, starts).astype(act["kv"].dtype))
-        if "keys" in weights:
-            wk, norm = weights["keys"]
-            keys = jnp.einsum("bmk,kj->bmj", jax.lax.stop_gradient(latent), wk)
-            keys = rotate(rms_norm(keys, cfg.norm_eps) * norm, starts).astype(act["kv"].dtype)
-            shared = shared._replace(keys_BmJ=keys)
-    main = None
-    if some:
-        main = gather(entries("main") if shared is None else shared.entries_BmK)
-    index = topk = None
-    sparse = cfg.attention == "sparse"
-    if some and "index_q" in act:
-        keys = gather(entries("index") if shared is None else shared.keys_BmJ)
-        pooled = (cfg.candidate_topk_blocks, cfg.candidate_block_size) if spec.candidates and sparse else None
-        given = shared.candidates_BSc if shared is not None and spec.candidates == "user" else None
-        query, k = rotate(act["index_q"], heads), cfg.index_topk
-        index = Index(query, act["index_w"], keys, k * sparse, pooled, given, k * cfg.recall)
-    elif some and shared is not None:
-        topk = shared.topk_BSk
-    out = attend(
-        rotate(act["q"], heads),
-        with_left(rotate(act["kv"], angles), cfg.window_size - 1),
-        weights["sink"],
-        chunk(at.docs.first_BS, S),
-        window=cfg.window_size,
-        offset=offset(S),
-        entries_BMK=main,
-        at=at.windows.get(ratio),
-        index=index,
-        topk_BSk=topk,
-        near_BS=chunk(at.near_BS, S) if spec.decoder and at.near_BS is not None else None,
-        block=cfg.attention_block,
-        select=cfg.select,
-    )
-    if index is not None and shared is not None and sparse:
+    What lies left of the chunk, and the entries of the whole row, come from the neighbours along `context`.
+    """
+    S, ratio = projected.q_BSHK.shape[1], spec.ratio
+    chunk = take_chunk(tables, S, compressed=ratio > 0, replayed=spec.decoder)
+    entries_BMK = index = topk_BSk = own = None
+    windows = tables.windows.get(ratio)
+    if windows is not None and windows.end_BM.shape[1] > 0:  # a row shorter than the ratio has no entries
+        if projected.main is not None:
+            # The entries whose windows end in this chunk; the first of them may begin left of it.
+            reach = (2 if spec.mode == "csa" else 1) * ratio - 1
+            main, index_tokens = with_left((projected.main, projected.index), reach)
+            ending, number_Bm = own_windows(windows, ratio, S, main.value_BSC.shape[1] - S)
+            starts = jax.tree.map(lambda a: rows_at(a, number_Bm), tables.starts[ratio])
+            own = new_entries(cfg, spec, main, index_tokens, weights, ending, starts)
+        if shared is not None:
+            # In CSA2 a full layer replaces what is handed down, and every layer reads that.
+            if own is not None:
+                shared = shared._replace(entries_BmK=own.entries_BmK, keys_BmJ=own.keys_BmJ)
+            own = Entries(shared.entries_BmK, shared.keys_BmJ)
+        assert own is not None  # a layer with a ratio makes entries or is handed some
+        # From here on the entries of the whole row, [B, M, K], and their keys [B, M, J].
+        entries_BMK = gather_entries(own.entries_BmK, windows, S)
+        if projected.index_q_BSIJ is not None:
+            assert own.keys_BmJ is not None
+            keys_BMJ = gather_entries(own.keys_BmJ, windows, S)
+            candidates_BSc = None if shared is None else shared.candidates_BSc
+            index = index_of(cfg, spec, projected, chunk.rotation, keys_BMJ, candidates_BSc)
+        elif shared is not None:
+            topk_BSk = shared.topk_BSk
+    kv_BUK = with_left(rotate(projected.kv_BSK, chunk.rotation), cfg.window_size - 1)
+    out = read(cfg, projected.q_BSHK, kv_BUK, weights.sink_H, chunk, entries_BMK, windows, index, topk_BSk)
+    if index is not None and shared is not None and cfg.attention == "sparse":
         shared = shared._replace(topk_BSk=out.topk_BSk)
         if spec.candidates == "source":
             shared = shared._replace(candidates_BSc=out.candidates_BSc)
-    return out._replace(o_BSHK=rotate(out.o_BSHK, heads, inverse=True)), shared
+    return out, shared
+
+
+def new_entries(
+    cfg: ModelConfig,
+    spec: LayerSpec,
+    main: Gated,
+    index: Gated | None,
+    weights: Weights,
+    windows: Windows,
+    starts: Rotation,
+) -> Entries:
+    """Make the entries of m windows, and their index keys if the layer's indexer runs (section 2.3).
+
+    Args:
+        cfg: the model.
+        spec: the layer, of mode `csa`, `hca` or `full`.
+        main: what the entries are pooled from: the tokens of the windows, and for CSA of the windows before.
+        index: the same for the index keys (CSA).
+        weights: those of the layer.
+        windows: where the windows lie in `main` and `index`, [B, m].
+        starts: angles of the windows' first tokens.
+    """
+    dtype = main.value_BSC.dtype
+
+    def pool(tokens: Gated, pooling: Pooling) -> jax.Array:
+        pooled = compress(tokens.value_BSC, tokens.gate_BSC, pooling.ape_mC, windows, overlap=spec.mode == "csa")
+        return rms_norm(pooled, cfg.norm_eps) * pooling.norm_K
+
+    assert weights.main is not None
+    latent_BmK = pool(main, weights.main)
+    keys_BmJ = None
+    if index is not None and weights.index is not None:
+        keys_BmJ = rotate(pool(index, weights.index), starts).astype(dtype)
+    elif weights.key is not None:  # CSA2 projects the entry itself, which the indexer's loss must not move
+        wk_KJ, norm_J = weights.key
+        keys_BmJ = jnp.einsum("bmk,kj->bmj", jax.lax.stop_gradient(latent_BmK), wk_KJ)
+        keys_BmJ = rotate(rms_norm(keys_BmJ, cfg.norm_eps) * norm_J, starts).astype(dtype)
+    return Entries(rotate(latent_BmK, starts).astype(dtype), keys_BmJ)
+
+
+def index_of(
+    cfg: ModelConfig,
+    spec: LayerSpec,
+    projected: Projected,
+    rotation: Rotation,
+    keys_BMJ: jax.Array,
+    candidates_BSc: jax.Array | None,
+) -> Index:
+    """Make the indexer's question to all M entries: its queries, the entries' keys, and how to select (section 2.3.1).
+
+    Args:
+        cfg: the model.
+        spec: the layer.
+        projected: products of the tokens that ask.
+        rotation: their angles.
+        keys_BMJ: index keys of all entries.
+        candidates_BSc: the pool that the layer with `candidates = "source"` made; None without one.
+    """
+    sparse = cfg.attention == "sparse"
+    assert projected.index_q_BSIJ is not None and projected.index_w_BSI is not None
+    return Index(
+        rotate(projected.index_q_BSIJ, _every_head(rotation)),
+        projected.index_w_BSI,
+        keys_BMJ,
+        topk=cfg.index_topk * sparse,
+        pool=(cfg.candidate_topk_blocks, cfg.candidate_block_size) if spec.candidates and sparse else None,
+        candidates_BSc=candidates_BSc if spec.candidates == "user" else None,
+        recall=cfg.index_topk * cfg.recall,
+    )
+
+
+def read(
+    cfg: ModelConfig,
+    q_BSHK: jax.Array,
+    kv_BUK: jax.Array,
+    sink_H: jax.Array,
+    chunk: Chunk,
+    entries_BMK: jax.Array | None,
+    windows: Windows | None,
+    index: Index | None,
+    topk_BSk: jax.Array | None,
+) -> Attended:
+    """Attend from a chunk of queries to their windows and entries, and turn the result back (section 2.3).
+
+    Args:
+        cfg: the model.
+        q_BSHK: queries before RoPE.
+        kv_BUK: rotated keys and values of the chunk's S tokens, after those of up to W - 1 tokens before it.
+        sink_H: sink logits.
+        chunk: where the chunk lies.
+        entries_BMK: all entries that a query may see, rotated; None without compression.
+        windows: where the windows of those entries lie.
+        index: selects among them; None without an indexer.
+        topk_BSk: the selection of an earlier layer, -1 for none; None: all entries, or those of `index`.
+    """
+    heads = _every_head(chunk.rotation)
+    out = attend(
+        rotate(q_BSHK, heads),
+        kv_BUK,
+        sink_H,
+        chunk.first_BS,
+        window=cfg.window_size,
+        offset=chunk.offset,
+        entries_BMK=entries_BMK,
+        at=windows,
+        index=index,
+        topk_BSk=topk_BSk,
+        near_BS=chunk.near_BS,
+        block=cfg.attention_block,
+        select=cfg.select,
+    )
+    return out._replace(o_BSHK=rotate(out.o_BSHK, heads, inverse=True))
+
+
+def _every_head(rotation: Rotation) -> Rotation:
+    """Angles [B, S, ...] as they meet an array [B, S, heads, ...]."""
+    return jax.tree.map(lambda a: a[:, :, None], rotation)

@@ -9,10 +9,11 @@ from flax import nnx
 
 from dsv4_jax.mesh import act_spec
 from dsv4_jax.model import hyper, moe
-from dsv4_jax.model.attention import Attention, Shared, Tables, nothing_shared
+from dsv4_jax.model.attention import Attention, Shared, nothing_shared
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.engram import Engram
 from dsv4_jax.model.params import Params, linear, rms_norm
+from dsv4_jax.model.tables import Tables
 
 
 class Tokens(NamedTuple):

@@ -13,7 +13,6 @@ from jax.core import Tracer
 
 from dsv4_jax.mesh import QUICK_CPU, act_spec, emulated, ensure_mesh, on_cpu, row_spec
 from dsv4_jax.model import hyper
-from dsv4_jax.model.attention import Tables, tables
 from dsv4_jax.model.block import MTP, Block, Stack, Tokens, collapsed, stack
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.dspark import Anchors, DraftBlock, Drafts, drafts
@@ -21,6 +20,7 @@ from dsv4_jax.model.engram import engram_rows as rows_of_ngrams
 from dsv4_jax.model.engram import token_map_of
 from dsv4_jax.model.params import Params, recomputed, rms_norm, whole
 from dsv4_jax.model.plan import plan
+from dsv4_jax.model.tables import Tables, make_tables
 from dsv4_jax.model.vision import TEXT, Aligner, Vision, delimiters, embed_images
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.ops.documents import next_ids
@@ -197,7 +197,7 @@ class DeepSeek(nnx.Module):
         token_types, engram_rows = self._checked_inputs(ids, token_types, patches, image_grids, engram_rows)
         if replay_starts is not None:
             replay_starts = jax.reshard(jnp.asarray(replay_starts), row_spec(2))
-        at = tables(cfg, jax.reshard(segment_ids, row_spec(2)), replay_starts)
+        at = make_tables(cfg, jax.reshard(segment_ids, row_spec(2)), replay_starts)
         mtp_blocks = list(self.mtp) if with_mtp and not cfg.dspark_target_layer_ids else []
         if following is None and mtp_blocks:
             shift = jax.shard_map(next_ids, in_specs=row_spec(2), out_specs=row_spec(2))

@@ -16,11 +16,11 @@ from flax import nnx
 
 from dsv4_jax.mesh import BATCH, act_spec, row_spec
 from dsv4_jax.model import hyper
-from dsv4_jax.model.attention import Tables
 from dsv4_jax.model.block import Block, Stack, Tokens, collapsed, stack
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.params import Params, linear, recomputed, rms_norm, whole
 from dsv4_jax.model.rope import frequencies, rotate, rotation
+from dsv4_jax.model.tables import Tables
 from dsv4_jax.ops.attention import softmax_with_sink
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.optim.roles import Role

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of packed rows, computed once per batch and read by every layer: borders, windows and angles.
+
+Letters: B rows, S positions of a chunk of the row (of the whole row with one device), M compressed entries.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dsv4_jax.mesh import BATCH
+from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.model.rope import Rotation, frequencies, rotation
+from dsv4_jax.ops.context import chunk, offset
+from dsv4_jax.ops.documents import Documents, Windows, documents, windows
+
+
+class Tables(NamedTuple):
+    """Integer and angle tables of a batch; every device holds them for all positions of its rows.
+
+    Attributes:
+        docs: document borders.
+        windows: compression windows, by ratio.
+        rotations: angles of every position, without and with compression (keys False, True).
+        starts: angles of every window's first token, by ratio.
+        near_BS: row position from which the window of a decoder layer may see; None without bounded replay.
+    """
+
+    docs: Documents
+    windows: dict[int, Windows]
+    rotations: dict[bool, Rotation]
+    starts: dict[int, Rotation]
+    near_BS: jax.Array | None
+
+
+def make_tables(cfg: ModelConfig, segment_ids: jax.Array, replay_starts: jax.Array | None = None) -> Tables:
+    """Make the tables of packed rows; `segment_ids` and `replay_starts` [B, S] are laid out as `mesh.row_spec`."""
+    run = functools.partial(_make_tables, cfg)
+    return jax.shard_map(run, in_specs=jax.P(BATCH), out_specs=jax.P(BATCH))(segment_ids, replay_starts)
+
+
+def _make_tables(cfg: ModelConfig, segment_ids: jax.Array, replay_BS: jax.Array | None) -> Tables:
+    docs = documents(segment_ids)
+    near = None
+    if replay_BS is not None:  # queries from the start of the replay on see nothing before it
+        replayed = jnp.arange(segment_ids.shape[1]) >= replay_BS
+        near = jnp.where(replayed, jnp.maximum(docs.first_BS, replay_BS), docs.first_BS)
+    ratios = sorted(set(cfg.compress_ratios) - {0})
+    freqs = {compressed: frequencies(cfg, compressed) for compressed in (False, True)}
+    wins = {r: windows(docs, r) for r in ratios}
+    return Tables(
+        docs,
+        wins,
+        {c: rotation(f, docs.position_BS) for c, f in freqs.items()},
+        {r: rotation(freqs[True], w.index_BM * r) for r, w in wins.items()},
+        near,
+    )
+
+
+class Chunk(NamedTuple):
+    """Where a chunk of S queries lies. Positions of queries and of their keys are counted from the same token.
+
+    Attributes:
+        rotation: angles of the queries.
+        first_BS: position of the first token of each query's document.
+        near_BS: position from which each query's window may see; None: from its document's first token.
+        offset: position of the first query.
+    """
+
+    rotation: Rotation
+    first_BS: jax.Array
+    near_BS: jax.Array | None
+    offset: jax.Array | int
+
+
+def take_chunk(tables: Tables, S: int, compressed: bool, replayed: bool) -> Chunk:
+    """Take this device's chunk of S positions, for a layer with or without compression and bounded replay."""
+    near_BS = chunk(tables.near_BS, S) if replayed and tables.near_BS is not None else None
+    return Chunk(chunk(tables.rotations[compressed], S), chunk(tables.docs.first_BS, S), near_BS, offset(S))
