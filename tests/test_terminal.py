@@ -9,9 +9,9 @@ import pytest
 from runs import small, train
 
 from dsv4_jax import cli, report
-from dsv4_jax.data.images import IMAGE, TEXT
 from dsv4_jax.data.tokenizer import Bytes
 from dsv4_jax.generate import sample as sampling
+from dsv4_jax.model.token_types import IMAGE, TEXT
 from dsv4_jax.section import ConfigError
 from dsv4_jax.terminal import SafeConsole, printable
 from dsv4_jax.train import checkpoint, loop, run_dir

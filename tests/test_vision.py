@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import dsv4_jax as ds
 from dsv4_jax.mesh import BATCH, act_spec, make_mesh
-from dsv4_jax.model import vision
+from dsv4_jax.model import images, vision
 from dsv4_jax.model.params import Params
 from dsv4_jax.ops.images import attend_images, attend_images_reference, max_cells
 from dsv4_jax.optim.groups import v41_groups
@@ -37,7 +37,7 @@ class Parts(nnx.Module):
         make = Params(nnx.Rngs(0), cfg.init_std)
         self.cfg = cfg
         self.vision, self.aligner = vision.Vision(cfg, make), vision.Aligner(cfg, make)
-        self.image_start, self.image_newline, self.image_end = vision.delimiters(cfg, make)
+        self.image_start, self.image_newline, self.image_end = images.make_delimiters(cfg, make)
 
 
 def loaded(cfg, weights=None):
@@ -89,11 +89,11 @@ def value_and_grad(cfg, parts, e, types, patches, grids, weight):
     """What the model gets and the gradients of a random linear function of it."""
 
     def loss(parts, e):
-        out, told = vision.embed_images(parts, e, types, patches, grids, cfg, jnp.float32)
-        return (out * weight).sum(), (out, told)
+        out, outputs = images.embed_images(parts, e, types, patches, grids, cfg, jnp.float32)
+        return (out * weight).sum(), (out, outputs)
 
-    grads, (out, told) = jax.grad(loss, (0, 1), has_aux=True)(parts, e)
-    return out, told, grads
+    grads, (out, outputs) = jax.grad(loss, (0, 1), has_aux=True)(parts, e)
+    return out, outputs, grads
 
 
 def run(grids, patches, types=None, weight=WEIGHT, n=N, parts=None):
@@ -103,8 +103,8 @@ def run(grids, patches, types=None, weight=WEIGHT, n=N, parts=None):
     spec = jax.NamedSharding(jax.sharding.get_mesh(), jax.P(BATCH) if patches.ndim == 5 else jax.P())
     parts = parts or loaded(CFG)
     args = (place(EMBEDDINGS), place(types), jax.device_put(patches, spec), jax.device_put(grids, spec), place(weight))
-    out, told, (grads, de) = value_and_grad(CFG, parts, *args)
-    return *jax.device_get((out, told, de)), official_tensors(parts, grads)
+    out, outputs, (grads, de) = value_and_grad(CFG, parts, *args)
+    return *jax.device_get((out, outputs, de)), official_tensors(parts, grads)
 
 
 def image_by_loops(x, h, w, cfg, weights):
@@ -152,12 +152,12 @@ def test_golden_tower_and_aligner():
     grids = np.array([[at["row"], at["start"], at["vit_h"], at["vit_w"]]])
     e = jnp.ones((*arrays["ids"].shape, cfg.dim), device=jax.NamedSharding(jax.sharding.get_mesh(), act_spec(3)))
     types = jax.device_put(arrays["token_types"], jax.NamedSharding(jax.sharding.get_mesh(), act_spec(2)))
-    out, told, _ = value_and_grad(cfg, parts, e, types, arrays["patches"], grids, e)
-    np.testing.assert_allclose(told["vision"], arrays["vision_out"], rtol=0, atol=1e-5)
-    np.testing.assert_allclose(told["aligner"][:6], arrays["aligner_out"], rtol=0, atol=1e-5)
-    assert (np.asarray(told["aligner"])[6:] == 0).all()
+    out, outputs, _ = value_and_grad(cfg, parts, e, types, arrays["patches"], grids, e)
+    np.testing.assert_allclose(outputs["vision"], arrays["vision_out"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(outputs["aligner"][:6], arrays["aligner_out"], rtol=0, atol=1e-5)
+    assert (np.asarray(outputs["aligner"])[6:] == 0).all()
     out = np.asarray(out)
-    np.testing.assert_array_equal(out[arrays["token_types"] == 1], told["aligner"][:6])
+    np.testing.assert_array_equal(out[arrays["token_types"] == 1], outputs["aligner"][:6])
     for kind, name in enumerate(("start", None, "newline", "end")):
         if name:
             assert (out[arrays["token_types"] == kind] == tensors[f"image_{name}"]).all()
@@ -245,7 +245,7 @@ def test_attention_takes_linear_memory():
 def test_rows_turn_the_first_half_of_the_pairs():
     """A channel j and its partner j + K / 2 turn by row * f_j, or by column * f in the second half (V4.1 2.1.1)."""
     cfg = small_config(vision_n_layers=1, image_token_id=0)
-    at = vision.angles(cfg, jnp.array([3]), jnp.array([50]))
+    at = vision.compute_angles(cfg, jnp.array([3]), jnp.array([50]))
     x = np.random.RandomState(0).standard_normal(64).astype(np.float32)
     got = np.asarray(vision.rotate_halves(x[None], at))[0]
     for j in range(32):
@@ -265,16 +265,16 @@ def test_packed_images_equal_loops(sizes, gap, start):
         sizes = sizes[:-1]
     grids = [(i, start * i, h, w) for i, (h, w) in enumerate(sizes)]
     grids = [(0, 0, 0, 0)] * gap + grids
-    out, told, de, grads = run(lines(grids), pixels(sizes))
+    out, outputs, de, grads = run(lines(grids), pixels(sizes))
     types, p, c = types_of(grids), 0, 0
     for (row, start, h, w), image in ((g, pixels([g[2:]], g[2] * g[3])) for g in grids if g[2]):
         x, y = image_by_loops(image, h, w, CFG, rule(CFG))
-        np.testing.assert_allclose(told["vision"][p : p + h * w], x, rtol=0, atol=2e-5)
-        np.testing.assert_allclose(told["aligner"][c : c + len(y)], y, rtol=0, atol=2e-5)
+        np.testing.assert_allclose(outputs["vision"][p : p + h * w], x, rtol=0, atol=2e-5)
+        np.testing.assert_allclose(outputs["aligner"][c : c + len(y)], y, rtol=0, atol=2e-5)
         shown = out[row, start : start + len(layout(h, w))]
-        np.testing.assert_array_equal(shown[np.array(layout(h, w)) == 1], told["aligner"][c : c + len(y)])
+        np.testing.assert_array_equal(shown[np.array(layout(h, w)) == 1], outputs["aligner"][c : c + len(y)])
         p, c = p + h * w, c + len(y)
-    assert (told["vision"][p:] == 0).all() and (told["aligner"][c:] == 0).all()
+    assert (outputs["vision"][p:] == 0).all() and (outputs["aligner"][c:] == 0).all()
     text = types == -1
     np.testing.assert_array_equal(out[text], EMBEDDINGS[text])
     for kind, name in ((0, "start"), (2, "newline"), (3, "end")):
@@ -292,12 +292,12 @@ PACKED = [(2, 4, 4, 1), (0, 8, 3, 5), (1, 5, 2, 5), (1, 14, 1, 1)]
 
 def test_packed_images_equal_each_alone():
     """An image among lines and patches of padding: the same outputs, and gradients that add up to the packed ones."""
-    out, told, _, grads = one_device()
+    out, outputs, _, grads = one_device()
     total, p = dict.fromkeys(grads, 0), 0
     for g in PACKED:
         types, n = types_of([g]), g[2] * g[3]
-        alone, told_alone, _, grads_alone = run(lines([g]), pixels([g[2:]]), types, WEIGHT * (types >= 0)[..., None])
-        np.testing.assert_allclose(told_alone["vision"][:n], told["vision"][p : p + n], rtol=0, atol=1e-5)
+        alone, outputs_alone, _, grads_alone = run(lines([g]), pixels([g[2:]]), types, WEIGHT * (types >= 0)[..., None])
+        np.testing.assert_allclose(outputs_alone["vision"][:n], outputs["vision"][p : p + n], rtol=0, atol=1e-5)
         np.testing.assert_allclose(alone[types >= 0], out[types >= 0], rtol=0, atol=1e-5)
         total, p = {name: x + grads_alone[name] for name, x in total.items()}, p + n
     for name, grad in grads.items():
@@ -327,12 +327,12 @@ def test_groups_on_a_mesh_equal_one_device(shape, n_groups):
     with jax.set_mesh(make_mesh(*shape)):
         grids, patches = groups_of(n_groups, 30) if n_groups else (lines(PACKED), pixels([g[2:] for g in PACKED]))
         got = run(grids, patches, types_of(PACKED))
-    (out, told, de, grads), (out_1, told_1, de_1, grads_1) = got, one_device()
+    (out, outputs, de, grads), (out_1, outputs_1, de_1, grads_1) = got, one_device()
     np.testing.assert_allclose(out, out_1, rtol=0, atol=1e-5)
     np.testing.assert_array_equal(de, de_1)
-    for name in told:
+    for name in outputs:
         real = lambda x: np.sort(x[np.abs(x).max(-1) > 0], axis=0)
-        np.testing.assert_allclose(real(told[name]), real(told_1[name]), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(real(outputs[name]), real(outputs_1[name]), rtol=0, atol=1e-5)
     for name, grad in grads.items():
         scale = np.abs(grads_1[name]).max()
         np.testing.assert_allclose(grad, grads_1[name], rtol=0, atol=1e-5 * scale + 1e-6, err_msg=name)
@@ -393,4 +393,4 @@ def test_what_does_not_fit_is_refused(message):
     a = good | {"grids": np.zeros((1, 4), np.int32), "cfg": CFG} | BAD[message]
     place = lambda x: jax.reshard(jnp.asarray(x), act_spec(x.ndim))
     with pytest.raises(ValueError, match=message):
-        vision.embed_images(None, place(EMBEDDINGS), place(a["types"]), a["patches"], a["grids"], a["cfg"], jnp.float32)
+        images.embed_images(None, place(EMBEDDINGS), place(a["types"]), a["patches"], a["grids"], a["cfg"], jnp.float32)

@@ -15,9 +15,9 @@ from PIL import Image, ImageOps
 
 from dsv4_jax.config import Config
 from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.model.token_types import END, IMAGE, NEWLINE, START
 from dsv4_jax.section import ConfigError
 
-TEXT, START, IMAGE, NEWLINE, END = -1, 0, 1, 2, 3  # types of positions
 GREY = (127, 127, 127)
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # no format that starts another program
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm")

@@ -23,10 +23,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dsv4_jax.data.images import TEXT, Budget, ImageError, read, token_types
+from dsv4_jax.data.images import Budget, ImageError, read, token_types
 from dsv4_jax.data.packing import START, Part, Piece, Plan, Position
 from dsv4_jax.data.sources import Source
 from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.model.token_types import TEXT
 from dsv4_jax.section import RunError
 
 Batch = dict[str, np.ndarray]

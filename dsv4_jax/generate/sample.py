@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4_jax.data.images import TEXT
 from dsv4_jax.data.pipeline import Batch
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.generate.speculate import Speculated, speculate
 from dsv4_jax.mesh import BATCH, ensure_mesh
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import whole
+from dsv4_jax.model.token_types import TEXT
 from dsv4_jax.ops.cross_entropy import head_logits
 
 

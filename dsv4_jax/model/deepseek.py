@@ -18,10 +18,12 @@ from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.dspark import Anchors, DraftBlock, Drafts, drafts
 from dsv4_jax.model.engram import engram_rows as rows_of_ngrams
 from dsv4_jax.model.engram import token_map_of
+from dsv4_jax.model.images import embed_images, make_delimiters
 from dsv4_jax.model.params import Params, recomputed, rms_norm, whole
 from dsv4_jax.model.plan import plan
 from dsv4_jax.model.tables import Tables, make_tables
-from dsv4_jax.model.vision import TEXT, Aligner, Vision, delimiters, embed_images
+from dsv4_jax.model.token_types import TEXT
+from dsv4_jax.model.vision import Aligner, Vision
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.ops.documents import next_ids
 from dsv4_jax.ops.indexer import in_blocks
@@ -82,7 +84,7 @@ class DeepSeek(nnx.Module):
             self.token_map = token_map_of(cfg, make)
             if cfg.vision_n_layers:
                 self.vision, self.aligner = Vision(cfg, make), Aligner(cfg, make)
-                self.image_start, self.image_newline, self.image_end = delimiters(cfg, make)
+                self.image_start, self.image_newline, self.image_end = make_delimiters(cfg, make)
             self.groups = nnx.List([])
             for group in self.plan:
                 stacked = Params(rngs, cfg.init_std, layers=group.repeats)

@@ -17,7 +17,7 @@ from dsv4_jax.config import Config
 from dsv4_jax.data.pipeline import Batch
 from dsv4_jax.mesh import act_spec, row_spec
 from dsv4_jax.model.params import whole
-from dsv4_jax.model.vision import TEXT
+from dsv4_jax.model.token_types import TEXT
 from dsv4_jax.ops.cross_entropy import cross_entropy
 from dsv4_jax.train.state import TrainState, abstract_model
 from dsv4_jax.train.step import model_inputs
