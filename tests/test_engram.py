@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 import dsv4_jax as ds
 from dsv4_jax import optim
 from dsv4_jax.mesh import AXES, abstract_mesh, act_spec, make_mesh
-from dsv4_jax.model.engram import Engram, gates, hashing_of, spare_rows, token_map_of
+from dsv4_jax.model.engram import Engram, compute_gates, compute_hashing, count_spare_rows, make_token_map_buffer
 from dsv4_jax.model.params import Params
 from dsv4_jax.ops.lookup import lookup
 
@@ -46,8 +46,8 @@ def test_gate_and_its_gradient():
     x[1, 0, :, 0], x[1, 0, :, 1] = 0, 1  # streams and keys at right angles
     weight = r.normal(size=(2, 3, 4))
     arrays = [jnp.asarray(a, jnp.float32) for a in (x, key, gain)]
-    np.testing.assert_allclose(gates(*arrays, 1e-20), gates_by_hand(x, key, gain, 1e-20), rtol=2e-6)
-    grads = jax.jit(jax.grad(lambda *a: (gates(*a, 1e-20) * weight).sum(), (0, 1, 2)))(*arrays)
+    np.testing.assert_allclose(compute_gates(*arrays, 1e-20), gates_by_hand(x, key, gain, 1e-20), rtol=2e-6)
+    grads = jax.jit(jax.grad(lambda *a: (compute_gates(*a, 1e-20) * weight).sum(), (0, 1, 2)))(*arrays)
     for i, grad in enumerate(grads):
         change = [np.zeros_like(a) for a in (x, key, gain)]
         change[i] = r.normal(size=grad.shape) * np.abs((x, key, gain)[i])
@@ -67,8 +67,8 @@ def test_gate_of_nothing(zero):
     x = jnp.ones((1, 1, 1, 8)) * (zero == "key")
     key = jnp.ones((1, 1, 1, 8)) * (zero == "stream")
     gain = jnp.ones((1, 8))
-    assert float(gates(x, key, gain, 1e-20)[0, 0, 0]) == 0.5
-    for grad in jax.grad(lambda *a: gates(*a, 1e-20).sum(), (0, 1, 2))(x, key, gain):
+    assert float(compute_gates(x, key, gain, 1e-20)[0, 0, 0]) == 0.5
+    for grad in jax.grad(lambda *a: compute_gates(*a, 1e-20).sum(), (0, 1, 2))(x, key, gain):
         np.testing.assert_array_equal(grad, 0)
 
 
@@ -100,7 +100,7 @@ def engram_on(shape, cfg, dtype=jnp.float32):
 
     The function leaves gates near a half out, since the root's slope makes much of their rounding.
     """
-    x, rows, text = batch(hashing_of(cfg))
+    x, rows, text = batch(compute_hashing(cfg))
     mesh = make_mesh(*shape)
     with jax.set_mesh(mesh):
         shapes = jax.eval_shape(lambda: Engram(cfg, Params(nnx.Rngs(0), 0.02), 0))
@@ -144,7 +144,7 @@ def large():
 
 def test_output_is_the_formula(small):
     (_, _, got), w, _ = small
-    x, rows, text = batch(hashing_of(SMALL))
+    x, rows, text = batch(compute_hashing(SMALL))
     gate, value = read_by_hand(w, x, rows)
     want = x + np.einsum("bs,bsn,bsd->bsnd", text, gate, value)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-4)
@@ -153,7 +153,7 @@ def test_output_is_the_formula(small):
 
 def test_gradient_reaches_the_rows_that_text_read(small, large):
     for (grads, dx, _), cfg in ((small[0], SMALL), (large[0], LARGE)):
-        _, rows, text = batch(hashing_of(cfg))
+        _, rows, text = batch(compute_hashing(cfg))
         got = np.flatnonzero(np.abs(grads["embed"]).max(1))
         assert got.tolist() == sorted(set(rows[text].reshape(-1).tolist()))
         assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in (*grads.values(), dx))
@@ -168,7 +168,7 @@ def test_any_mesh_has_the_numbers_of_one_device(shape, small, large):
     for cfg, one in ((SMALL, small), (LARGE, large)):
         (grads, dx, y), _, spec = engram_on(shape, cfg)
         (grads_1, dx_1, y_1), _, _ = one
-        rows = hashing_of(cfg).rows[0]
+        rows = compute_hashing(cfg).rows[0]
         if cfg is LARGE:
             assert rows % 8 and spec == jax.P(AXES, None)
             np.testing.assert_array_equal(grads["embed"][rows:], 0)
@@ -219,10 +219,10 @@ def test_lookup_whatever_the_skew(axes, rounds, monkeypatch):
 def test_spare_rows():
     """At most a thousandth, and the real tables can be cut for any number of devices up to thousands."""
     for rows in (384006168, 384016682):
-        assert (rows + spare_rows(rows)) % 12288 == 0
-    assert [spare_rows(n) for n in (630, 2999, 3000, 3001, 24001)] == [0, 0, 0, 2, 23]
+        assert (rows + count_spare_rows(rows)) % 12288 == 0
+    assert [count_spare_rows(n) for n in (630, 2999, 3000, 3001, 24001)] == [0, 0, 0, 2, 23]
     for rows in range(1, 10**5, 997):
-        assert 0 <= spare_rows(rows) * 1000 <= rows
+        assert 0 <= count_spare_rows(rows) * 1000 <= rows
 
 
 def test_the_published_table_on_512_devices():
@@ -258,7 +258,7 @@ class Memories(nnx.Module):
         self.cfg = cfg
         make = lambda layers: Params(nnx.Rngs(0), 0.02, layers)
         self.groups = nnx.List([nnx.List([Layer(cfg, make(1), i)]) for i in range(2)])
-        self.engram_token_map = token_map_of(cfg, make(0))
+        self.engram_token_map = make_token_map_buffer(cfg, make(0))
 
     def layers_of(self, path):
         return range(path[1], path[1] + 1)
@@ -266,7 +266,7 @@ class Memories(nnx.Module):
 
 def test_official_tensors_have_no_spare_rows_and_no_token_map():
     model = Memories(LARGE)
-    rows = hashing_of(LARGE).rows
+    rows = compute_hashing(LARGE).rows
     tensors = ds.to_official(model)
     assert {name: t.shape for name, t in tensors.items()} == {
         f"layers.{i}.engram.{name}": shape

@@ -85,7 +85,7 @@ def sigmoid(x):
 def test_mix_matches_the_equations():
     """Items 1 to 4: flattened streams, normalised; rows 0-3 pre, 4-7 post, 8 + 4j + k comb."""
     x, fn, base, scale = site(2 * N + N * N, 3)
-    got = jax.jit(lambda *a: hyper.mix(*a, CFG))(*f32(x, fn, base, scale))
+    got = jax.jit(lambda *a: hyper.compute_mix(*a, CFG))(*f32(x, fn, base, scale))
     for b in range(B):
         for s in range(S):
             f = x[b, s].reshape(-1)
@@ -123,7 +123,7 @@ def test_bf16_streams_get_fp32_gates():
     """The gates of bf16 streams are those of the same numbers in fp32; streams stay bf16."""
     x, *weights = f32(*site(2 * N + N * N, 3))
     x = x.astype(jnp.bfloat16)
-    low, full = hyper.mix(x, *weights, CFG), hyper.mix(x.astype(jnp.float32), *weights, CFG)
+    low, full = hyper.compute_mix(x, *weights, CFG), hyper.compute_mix(x.astype(jnp.float32), *weights, CFG)
     for a, b in zip(low, full, strict=True):
         assert a.dtype == jnp.float32
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)

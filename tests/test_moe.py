@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_jax.mesh import act_spec
-from dsv4_jax.model.moe import Routing, balance_loss, hash_table, loads, sqrt_softplus
+from dsv4_jax.model.moe import Routing, compute_balance_loss, count_loads, make_hash_table, sqrt_softplus
 from dsv4_jax.ops.documents import documents
 from dsv4_jax.ops.experts import swiglu
 
@@ -55,13 +55,13 @@ def test_swiglu_without_limit():
 def test_hash_table(vocab: int, experts: int, data, seed: int):
     """Rows of distinct experts, all equally often up to an unfinished round; the same every time."""
     k = data.draw(st.integers(1, experts))
-    table = hash_table(vocab, experts, k, seed)
+    table = make_hash_table(vocab, experts, k, seed)
     assert table.shape == (vocab, k) and table.dtype == np.int32
     assert ((table >= 0) & (table < experts)).all()
     assert all(len(set(row)) == k for row in table.tolist())
     counts = np.bincount(table.reshape(-1), minlength=experts)
     assert counts.max() - counts.min() <= k // np.gcd(experts, k)
-    np.testing.assert_array_equal(table, hash_table(vocab, experts, k, seed))
+    np.testing.assert_array_equal(table, make_hash_table(vocab, experts, k, seed))
 
 
 def test_hash_table_is_the_same_on_every_machine():
@@ -71,13 +71,13 @@ def test_hash_table_is_the_same_on_every_machine():
         [210, 160, 194, 83, 186, 157],
         [247, 64, 250, 82, 173, 202],
     ]
-    assert hash_table(1000, 256, 6, 0)[:3].tolist() == want
-    assert (hash_table(1000, 256, 6, 0) != hash_table(1000, 256, 6, 1)).any()
+    assert make_hash_table(1000, 256, 6, 0)[:3].tolist() == want
+    assert (make_hash_table(1000, 256, 6, 0) != make_hash_table(1000, 256, 6, 1)).any()
 
 
 def test_hash_table_of_the_real_vocabulary():
     """129280 x 256 x 6: no group of neighbouring ids prefers any expert."""
-    table = hash_table(129280, 256, 6, 0)
+    table = make_hash_table(129280, 256, 6, 0)
     counts = np.bincount(table.reshape(-1), minlength=256)
     assert counts.max() - counts.min() <= 3
     frequent = np.bincount(table[:4096].reshape(-1), minlength=256)
@@ -131,7 +131,7 @@ class Layer:
         def run(moe, x, real, forced):
             def loss(moe, x):
                 y, routing, clamped = moe(x, jnp.zeros((B, S), int), real, None, forced, jnp.float32)
-                return (y * self.out).sum() + clamped, (y, routing, loads(routing, real, E), clamped)
+                return (y * self.out).sum() + clamped, (y, routing, count_loads(routing, real, E), clamped)
 
             return jax.grad(loss, argnums=(0, 1), has_aux=True)(moe, x)
 
@@ -222,7 +222,7 @@ def test_balance_loss_is_summed_over_documents():
     def loss(scores, experts, segments):
         shares = scores / scores.sum(-1, keepdims=True)
         routing = Routing(scores, jax.reshard(shares, act_spec(3)), jax.reshard(experts, act_spec(3)), None)
-        return balance_loss(routing, documents(segments))
+        return compute_balance_loss(routing, documents(segments))
 
     x = jnp.asarray(scores, jnp.float32), jnp.asarray(experts), jnp.asarray(segments)
     np.testing.assert_allclose(loss(*x), want, rtol=1e-6)

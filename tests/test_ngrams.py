@@ -16,7 +16,7 @@ from test_engram import B, S, config
 
 import dsv4_jax as ds
 from dsv4_jax.mesh import act_spec, make_mesh, row_spec
-from dsv4_jax.model.engram import engram_rows, hashing_of, token_map_of
+from dsv4_jax.model.engram import compute_engram_rows, compute_hashing, make_token_map_buffer
 from dsv4_jax.model.params import Params
 from dsv4_jax.ops.documents import documents
 from dsv4_jax.ops.ngrams import hashing, multiply, ngram_rows, remainder
@@ -145,13 +145,13 @@ def golden(tmp_path_factory):
 
 def test_golden_rows(golden):
     cfg, spec, arrays = golden
-    at, types = hashing_of(cfg), arrays["token_types"]
+    at, types = compute_hashing(cfg), arrays["token_types"]
     assert at.multipliers_LG.tolist() == spec["engram_multipliers"]
     assert at.primes_LC.reshape(2, 3, 2).tolist() == spec["engram_primes"]
     assert (types >= 0).any()
     docs = documents(jnp.ones(types.shape, int))
-    numbers = token_map_of(cfg, Params(nnx.Rngs(0), 0.02))
-    find = jax.jit(functools.partial(engram_rows, cfg))
+    numbers = make_token_map_buffer(cfg, Params(nnx.Rngs(0), 0.02))
+    find = jax.jit(functools.partial(compute_engram_rows, cfg))
     got = find(numbers, jnp.asarray(arrays["ids"]), jnp.asarray(types < 0), docs)
     np.testing.assert_array_equal(got, arrays["engram_rows"])
 
@@ -161,23 +161,24 @@ def test_rows_of_text_on_any_mesh():
     r = np.random.default_rng(0)
     ids, segments = r.integers(0, 64, (B, S)), np.sort(r.integers(0, 4, (B, S)))
     text = (segments > 0) & (r.random((B, S)) < 0.9)
-    want = rows_by_hand(hashing_of(cfg), ids, 2, text, segments)
+    want = rows_by_hand(compute_hashing(cfg), ids, 2, text, segments)
     for shape in [(2, 2, 2), (1, 1, 8)]:
         with jax.set_mesh(make_mesh(*shape)):
 
             @jax.jit
             def find(ids, text, segments):
-                numbers = token_map_of(cfg, Params(nnx.Rngs(0), 0.02))
+                numbers = make_token_map_buffer(cfg, Params(nnx.Rngs(0), 0.02))
                 borders = jax.shard_map(documents, in_specs=row_spec(2), out_specs=row_spec(2))
-                return engram_rows(cfg, numbers, ids, text, borders(jax.reshard(segments, row_spec(2))))
+                return compute_engram_rows(cfg, numbers, ids, text, borders(jax.reshard(segments, row_spec(2))))
 
             got = np.asarray(find(*(jax.device_put(a, act_spec(2)) for a in (ids, text, segments))))
         np.testing.assert_array_equal(got, want)
 
 
 def test_sizes_that_do_not_fit():
-    assert hashing_of(config(engram_num_embeddings=hashing_of(config()).rows)).rows == hashing_of(config()).rows
+    rows = compute_hashing(config()).rows
+    assert compute_hashing(config(engram_num_embeddings=rows)).rows == rows
     with pytest.raises(ds.ConfigError, match=r"model\.engram_num_embeddings = \(408, 5\) must be \(408, 480\)"):
-        hashing_of(config(engram_num_embeddings=(408, 5)))
+        compute_hashing(config(engram_num_embeddings=(408, 5)))
     with pytest.raises(ds.ConfigError, match=r"model\.engram_vocab_size = 600000000 .* must be below 2\^31"):
-        hashing_of(config(engram_vocab_size=600000000))
+        compute_hashing(config(engram_vocab_size=600000000))

@@ -8,7 +8,7 @@ from flax import nnx
 from golden_models import small_config
 
 import dsv4_jax as ds
-from dsv4_jax.model.engram import engram_rows, token_map_of
+from dsv4_jax.model.engram import compute_engram_rows, make_token_map_buffer
 from dsv4_jax.model.params import Params
 from dsv4_jax.ops.documents import documents
 
@@ -19,7 +19,7 @@ def config(**changes):
 
 
 def numbers(**changes):
-    found = token_map_of(config(**changes), Params(nnx.Rngs(0), 0.02))
+    found = make_token_map_buffer(config(**changes), Params(nnx.Rngs(0), 0.02))
     return None if found is None else np.asarray(found[...])
 
 
@@ -31,7 +31,7 @@ def test_identity():
     assert numbers(engram_compressed_vocab_size=40) is None
     zeros = jnp.zeros((1, 4), int)
     with pytest.raises(ValueError, match=r"model\.engram_token_map = 'identity' .* 64 .* = 40"):
-        engram_rows(cfg, None, zeros, zeros == 0, documents(zeros + 1))
+        compute_engram_rows(cfg, None, zeros, zeros == 0, documents(zeros + 1))
 
 
 TEXTS = [

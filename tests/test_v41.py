@@ -19,7 +19,7 @@ from golden_models import loaded_model
 import dsv4_jax as ds
 from dsv4_jax.mesh import abstract_mesh
 from dsv4_jax.model.dspark import Anchors, propose
-from dsv4_jax.model.engram import engram_rows
+from dsv4_jax.model.engram import compute_engram_rows
 from dsv4_jax.model.params import RouterBias
 from dsv4_jax.ops.documents import documents
 from dsv4_jax.train.step import update_biases
@@ -122,7 +122,7 @@ def test_a_packed_row_equals_its_documents_alone(v41):
     rows = arrays["engram_rows"]
     assert (types[0, :image] >= 0).any() and (types[0, image:] < 0).all()
 
-    own_rows = jax.jit(functools.partial(engram_rows, cfg))
+    own_rows = jax.jit(functools.partial(compute_engram_rows, cfg))
 
     def run(packed: bool):
         """Two rows: both documents and padding only, or each alone."""

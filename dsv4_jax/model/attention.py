@@ -41,7 +41,7 @@ class Shared(NamedTuple):
     candidates_BSc: jax.Array | None
 
 
-def nothing_shared(cfg: ModelConfig, B: int, S: int, dtype: jnp.dtype) -> dict[int, Shared]:
+def make_empty_shared(cfg: ModelConfig, B: int, S: int, dtype: jnp.dtype) -> dict[int, Shared]:
     """The start of what CSA2 layers hand down, by ratio: zeros, which the first `full` layer replaces."""
     devices = jax.sharding.get_abstract_mesh().shape["context"]
 

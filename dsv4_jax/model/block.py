@@ -9,7 +9,7 @@ from flax import nnx
 
 from dsv4_jax.mesh import act_spec
 from dsv4_jax.model import hyper, moe
-from dsv4_jax.model.attention import Attention, Shared, nothing_shared
+from dsv4_jax.model.attention import Attention, Shared, make_empty_shared
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.engram import Engram
 from dsv4_jax.model.params import Params, linear, rms_norm
@@ -55,7 +55,7 @@ def stack(cfg: ModelConfig, e_BSD: jax.Array, dtype: jnp.dtype) -> Stack:
     pre = None
     if cfg.hc_single_pass:
         pre = jax.reshard(jnp.broadcast_to(jnp.eye(cfg.hc_mult)[0], (B, S, cfg.hc_mult)), act_spec(3))
-    return Stack(x_BSND, pre, nothing_shared(cfg, B, S, dtype))
+    return Stack(x_BSND, pre, make_empty_shared(cfg, B, S, dtype))
 
 
 class Block(nnx.Module):
@@ -65,8 +65,8 @@ class Block(nnx.Module):
         self.cfg, self.spec = cfg, spec
         if spec.engram >= 0:
             self.engram = Engram(cfg, make, spec.engram)
-        self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale = hyper.site(make, cfg)
-        self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale = hyper.site(make, cfg)
+        self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale = hyper.make_connection(make, cfg)
+        self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale = hyper.make_connection(make, cfg)
         self.attn_norm = make.ones(("norm", cfg.dim))
         self.ffn_norm = make.ones(("norm", cfg.dim))
         self.attn = Attention(cfg, make, spec)
@@ -92,7 +92,7 @@ class Block(nnx.Module):
                 x_BSND = self.engram(x_BSND, rows_BSC, text_BS, dtype)
         told: dict[str, Any] = {"entering": x_BSND.astype(jnp.float32).mean(2).astype(x_BSND.dtype)}
         with jax.named_scope("attention"):
-            mix = hyper.mix(x_BSND, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, cfg)
+            mix = hyper.compute_mix(x_BSND, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, cfg)
             pre = mix.pre_BSN if down.pre_BSN is None else down.pre_BSN
             u = rms_norm(hyper.collapse(x_BSND, pre), cfg.norm_eps, self.attn_norm)
             y, attended, shared = self.attn(u, down.shared, at, dtype)
@@ -103,7 +103,7 @@ class Block(nnx.Module):
             "experts": routing.experts_BSk,
             "load": self.load(routing, tokens),
             "clamped": clamped,
-            "balance": jnp.zeros(()) if self.spec.hashed else moe.balance_loss(routing, at.docs),
+            "balance": jnp.zeros(()) if self.spec.hashed else moe.compute_balance_loss(routing, at.docs),
             "indexer": (attended.kl_BS * tokens.real_BS).sum(),
             "router_scores": routing.scores_BSE,
         }
@@ -118,7 +118,7 @@ class Block(nnx.Module):
         """The experts' half of the layer, after the attention site with the mix `before`; what `MoE` tells."""
         cfg, x_BSND = self.cfg, down.x_BSND
         with jax.named_scope("experts"):
-            mix = hyper.mix(x_BSND, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, cfg)
+            mix = hyper.compute_mix(x_BSND, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, cfg)
             pre = before.pre_BSN if cfg.hc_single_pass else mix.pre_BSN
             u = rms_norm(hyper.collapse(x_BSND, pre), cfg.norm_eps, self.ffn_norm)
             y, routing, clamped = self.ffn(u, tokens.ids_BS, tokens.real_BS, tokens.image_BS, forced_BSk, dtype)
@@ -127,7 +127,7 @@ class Block(nnx.Module):
 
     def load(self, routing: moe.Routing, tokens: Tokens) -> jax.Array:
         """Real tokens that each expert got, fp32 [E]; with images, or a bias for them, [2, E] of text and images."""
-        count = lambda kind_BS: moe.loads(routing, kind_BS, self.cfg.n_routed_experts)
+        count = lambda kind_BS: moe.count_loads(routing, kind_BS, self.cfg.n_routed_experts)
         if tokens.image_BS is None and not self.cfg.modality_bias:
             return count(tokens.real_BS)
         image_BS = jnp.zeros_like(tokens.real_BS) if tokens.image_BS is None else tokens.image_BS
@@ -144,7 +144,7 @@ class MTP(Block):
         self.h_proj = make.kernel(("embed", D), ("model", D))
         self.enorm, self.hnorm, self.norm = (make.ones(("norm", D)) for _ in range(3))
         if not cfg.hc_single_pass:
-            self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.head(make, cfg)
+            self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.make_head(make, cfg)
 
     def predict(
         self, x_BSND: jax.Array, e_BSD: jax.Array, tokens: Tokens, dtype: jnp.dtype

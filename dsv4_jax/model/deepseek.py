@@ -16,8 +16,7 @@ from dsv4_jax.model import hyper
 from dsv4_jax.model.block import MTP, Block, Stack, Tokens, collapsed, stack
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.dspark import Anchors, DraftBlock, Drafts, drafts
-from dsv4_jax.model.engram import engram_rows as rows_of_ngrams
-from dsv4_jax.model.engram import token_map_of
+from dsv4_jax.model.engram import compute_engram_rows, make_token_map_buffer
 from dsv4_jax.model.images import embed_images, make_delimiters
 from dsv4_jax.model.params import Params, recomputed, rms_norm, whole
 from dsv4_jax.model.plan import plan
@@ -81,7 +80,7 @@ class DeepSeek(nnx.Module):
             make = Params(rngs, cfg.init_std)
             vocab, dim = ("vocab", cfg.vocab_size), ("embed", cfg.dim)
             self.embed = make.table(vocab, dim)
-            self.token_map = token_map_of(cfg, make)
+            self.token_map = make_token_map_buffer(cfg, make)
             if cfg.vision_n_layers:
                 self.vision, self.aligner = Vision(cfg, make), Aligner(cfg, make)
                 self.image_start, self.image_newline, self.image_end = make_delimiters(cfg, make)
@@ -98,7 +97,7 @@ class DeepSeek(nnx.Module):
             dspark = bool(cfg.dspark_target_layer_ids)
             self.mtp = nnx.List([DraftBlock(cfg, make, i) if dspark else MTP(cfg, make) for i in blocks])
             if not cfg.hc_single_pass:
-                self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.head(make, cfg)
+                self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.make_head(make, cfg)
             self.norm = make.ones(("norm", cfg.dim))
             self.head = make.kernel(dim, vocab, role=Role("table", rows=-1))
 
@@ -211,7 +210,9 @@ class DeepSeek(nnx.Module):
             e, seen = embed_images(self, e, token_types, patches, image_grids, cfg, dtype)
         real = segment_ids > 0
         if cfg.engram_layer_ids and engram_rows is None:
-            engram_rows = rows_of_ngrams(cfg, self.token_map, ids, real if image is None else real & ~image, at.docs)
+            engram_rows = compute_engram_rows(
+                cfg, self.token_map, ids, real if image is None else real & ~image, at.docs
+            )
         tokens = Tokens(ids, at, real, image, engram_rows)
         down = stack(cfg, e, dtype)
         kept = {*_TOLD, *collect} | ({"entering"} if "features" in collect else set())

@@ -73,7 +73,7 @@ class DraftBlock(Block):
             self.markov_head = MarkovHead(cfg, make)
             self.confidence_head = ConfidenceHead(cfg, make)
             if not cfg.hc_single_pass:
-                self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.head(make, cfg)
+                self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.make_head(make, cfg)
 
     def draft(
         self, down: Stack, memory_BSD: jax.Array, anchors: Anchors, tokens: Tokens, dtype: jnp.dtype
@@ -81,7 +81,7 @@ class DraftBlock(Block):
         """The slots' streams [B, A n, N, D] after the block, and its experts' loads."""
         cfg, at = self.cfg, tokens.at
         with jax.named_scope("attention"):
-            mix = hyper.mix(down.x_BSND, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, cfg)
+            mix = hyper.compute_mix(down.x_BSND, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, cfg)
             pre = mix.pre_BSN if down.pre_BSN is None else down.pre_BSN
             u = rms_norm(hyper.collapse(down.x_BSND, pre), cfg.norm_eps, self.attn_norm)
             q, _ = self.attn.queries(u, dtype)

@@ -22,13 +22,13 @@ from dsv4_jax.optim.roles import MatrixSpec, Role
 PART = "engram"  # of the optimizer: has a factor on the learning rate
 
 
-def hashing_of(cfg: ModelConfig) -> Hashing:
+def compute_hashing(cfg: ModelConfig) -> Hashing:
     """The constants of all the model's n-gram hashes.
 
     Raises:
         ConfigError: if they give other sizes than the configuration states, or too many rows.
     """
-    found = hashing(
+    hashes = hashing(
         cfg.engram_layer_ids,
         cfg.engram_max_ngram_size,
         cfg.engram_n_heads,
@@ -36,11 +36,12 @@ def hashing_of(cfg: ModelConfig) -> Hashing:
         numbers_of(cfg),
     )
     stated = cfg.engram_num_embeddings
-    cfg.need("engram_num_embeddings", stated in ((), found.rows), f"must be {found.rows}, as the keys before say")
-    return found
+    why = "the row counts that engram_vocab_size, engram_n_heads and engram_max_ngram_size give"
+    cfg.need("engram_num_embeddings", stated in ((), hashes.rows), f"must be {hashes.rows}, {why}")
+    return hashes
 
 
-def spare_rows(rows: int) -> int:
+def count_spare_rows(rows: int) -> int:
     """Rows, never read, that follow a table's own so that many numbers of devices divide it.
 
     The stored rows are a multiple of 3 x 2^k for the largest k up to 12 that adds no more than a thousandth,
@@ -50,13 +51,13 @@ def spare_rows(rows: int) -> int:
     return -rows % next(multiples, 1)
 
 
-def token_map_of(cfg: ModelConfig, make: Params) -> TokenMap | None:
+def make_token_map_buffer(cfg: ModelConfig, make: Params) -> TokenMap | None:
     """The model's token map; None without Engrams, or where `token_map` gives none."""
-    found = token_map(cfg) if cfg.engram_layer_ids else None
-    return None if found is None else make.buffer(TokenMap, jnp.asarray(found), "tokens")
+    numbers_V = token_map(cfg) if cfg.engram_layer_ids else None
+    return None if numbers_V is None else make.buffer(TokenMap, jnp.asarray(numbers_V), "tokens")
 
 
-def engram_rows(
+def compute_engram_rows(
     cfg: ModelConfig, numbers_V: TokenMap | None, ids_BS: jax.Array, text_BS: jax.Array, docs: Documents
 ) -> jax.Array:
     """Table rows that every token reads before every Engram's layer, int32 [B, S, L, C].
@@ -80,7 +81,7 @@ def engram_rows(
 
     def rows(numbers_V: jax.Array, *batch) -> jax.Array:
         ids_BS, text_BS, docs = batch
-        return ngram_rows(hashing_of(cfg), numbers_V[ids_BS], numbers_V[cfg.engram_pad_id], text_BS, docs)
+        return ngram_rows(compute_hashing(cfg), numbers_V[ids_BS], numbers_V[cfg.engram_pad_id], text_BS, docs)
 
     batch = jax.tree.map(lambda a: jax.reshard(a, row_spec(2)), (ids_BS, text_BS, docs))
     find = jax.shard_map(rows, in_specs=(jax.P(), *[row_spec(2)] * 3), out_specs=row_spec(4))
@@ -93,9 +94,9 @@ class Engram(nnx.Module):
     def __init__(self, cfg: ModelConfig, make: Params, number: int):
         self.cfg = cfg
         N, D, K = cfg.hc_mult, cfg.dim, cfg.engram_head_dim
-        at = hashing_of(cfg)
-        rows, C = at.rows[number], at.primes_LC.shape[1]
-        spare = spare_rows(rows)
+        hashes = compute_hashing(cfg)
+        rows, C = hashes.rows[number], hashes.primes_LC.shape[1]
+        spare = count_spare_rows(rows)
         self.embed = make.table(("rows", rows + spare), ("head_dim", K), role=Role("table", part=PART), spare=spare)
         # A key projection for every stream and one for the value.
         maps = Role("matrix", MatrixSpec(output_split=N + 1), part=PART)
@@ -116,7 +117,7 @@ class Engram(nnx.Module):
         key_BSND = kv[..., : N * D].reshape(x_BSND.shape)
         value_BSD = kv[..., N * D :]
         gain_ND = whole(self.q_weight) * whole(self.k_weight)
-        gate_BSN = gates(x_BSND, key_BSND, gain_ND, self.cfg.norm_eps)
+        gate_BSN = compute_gates(x_BSND, key_BSND, gain_ND, self.cfg.norm_eps)
         memory = jnp.einsum("bsn,bsd->bsnd", gate_BSN, value_BSD.astype(jnp.float32))
         return (x_BSND + memory).astype(x_BSND.dtype)
 
@@ -134,7 +135,7 @@ class Engram(nnx.Module):
         return jax.shard_map(read, in_specs=(spec, act_spec(3)), out_specs=act_spec(3))(table, rows_BSC)
 
 
-def gates(x_BSND: jax.Array, key_BSND: jax.Array, gain_ND: jax.Array, eps: float) -> jax.Array:
+def compute_gates(x_BSND: jax.Array, key_BSND: jax.Array, gain_ND: jax.Array, eps: float) -> jax.Array:
     """How far each stream takes what is remembered, fp32 [B, S, N]: sigmoid of the signed root of q k / sqrt(D).
 
     q and k are stream and key after RMSNorm; `gain` is the product of the two norms' weights. The root's

@@ -45,13 +45,13 @@ def sinkhorn(z_BSNN: jax.Array, iterations: int, eps: float) -> jax.Array:
     return run(z_BSNN)
 
 
-def site(make: Params, cfg: ModelConfig) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
+def make_connection(make: Params, cfg: ModelConfig) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
     """fn [N*D, 2N + N*N], base [2N + N*N] and scale [3] of one site."""
     n, d = cfg.hc_mult, cfg.dim
     return _mixers(make, cfg, n * d, (n, n, n * n))
 
 
-def head(make: Params, cfg: ModelConfig) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
+def make_head(make: Params, cfg: ModelConfig) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
     """fn [N*D, N], base [N] and scale [1] of the collapse before the output."""
     return _mixers(make, cfg, cfg.hc_mult * cfg.dim, (cfg.hc_mult,))
 
@@ -71,7 +71,7 @@ def _project(x_BSND: jax.Array, fn: nnx.Param, eps: float) -> jax.Array:
     return jnp.einsum("bsnd,ndo->bso", x, w, precision="highest") * norm[..., None]
 
 
-def mix(x_BSND: jax.Array, fn: nnx.Param, base: nnx.Param, scale: nnx.Param, cfg: ModelConfig) -> Mix:
+def compute_mix(x_BSND: jax.Array, fn: nnx.Param, base: nnx.Param, scale: nnx.Param, cfg: ModelConfig) -> Mix:
     """The gates that a site reads from its streams (section 2.2)."""
     n = cfg.hc_mult
     m = _project(x_BSND, fn, cfg.norm_eps)
@@ -88,12 +88,12 @@ def collapse(x_BSND: jax.Array, pre_BSN: jax.Array) -> jax.Array:
     return jnp.einsum("bsn,bsnd->bsd", pre_BSN, x_BSND.astype(jnp.float32)).astype(x_BSND.dtype)
 
 
-def expand(y_BSD: jax.Array, x_BSND: jax.Array, at: Mix) -> jax.Array:
+def expand(y_BSD: jax.Array, x_BSND: jax.Array, mix: Mix) -> jax.Array:
     """The streams after a sublayer: stream k gets post_k y + sum_j comb_jk x_j, in x's type."""
     streams = [x_BSND[:, :, j].astype(jnp.float32) for j in range(x_BSND.shape[2])]
     # Written out, not as an einsum: 4 x 4 products per token are memory traffic, which fuses this way.
-    kept = [sum(at.comb_BSNN[..., j, k, None] * x for j, x in enumerate(streams)) for k in range(len(streams))]
-    y_BSND = at.post_BSN[..., None] * y_BSD.astype(jnp.float32)[:, :, None]
+    kept = [sum(mix.comb_BSNN[..., j, k, None] * x for j, x in enumerate(streams)) for k in range(len(streams))]
+    y_BSND = mix.post_BSN[..., None] * y_BSD.astype(jnp.float32)[:, :, None]
     return (jnp.stack(kept, axis=2) + y_BSND).astype(x_BSND.dtype)
 
 

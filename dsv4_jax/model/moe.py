@@ -58,7 +58,7 @@ def log_sqrt_softplus(z: jax.Array) -> jax.Array:
     return jnp.where(low, z / 2, jnp.log(jax.nn.softplus(jnp.where(low, 0.0, z))) / 2)
 
 
-def hash_table(vocab: int, n_experts: int, k: int, seed: int) -> np.ndarray:
+def make_hash_table(vocab: int, n_experts: int, k: int, seed: int) -> np.ndarray:
     """Experts of every token id, int32 [vocab, k]: rows of distinct experts, all equally often.
 
     Tokens in random order take k consecutive experts each of a cycle that is a fresh random order of
@@ -82,7 +82,7 @@ class Gate(nnx.Module):
         E, k = cfg.n_routed_experts, cfg.n_activated_experts
         self.weight = make.kernel(("embed", cfg.dim), ("router", E), suffix="")
         if hashed and layers is not None:
-            tables = [hash_table(cfg.vocab_size, E, k, cfg.hash_seed + i) for i in layers]
+            tables = [make_hash_table(cfg.vocab_size, E, k, cfg.hash_seed + i) for i in layers]
             self.tid2eid = make.buffer(HashTable, jnp.asarray(np.stack(tables)), "tokens", "choices")
         else:
             self.bias = make.full(0.0, ("router", E), kind=RouterBias)
@@ -158,7 +158,7 @@ class MoE(nnx.Module):
         routing = self.gate(x_BSD, ids_BS, image_BS, forced_BSk)
         kernels = Kernels(*(w[...] for w in (self.experts.w1, self.experts.w3, self.experts.w2)))
         specs = tuple(jax.typeof(w).sharding.spec for w in kernels)
-        run = functools.partial(routed_experts, _how(cfg, specs))
+        run = functools.partial(routed_experts, _make_settings(cfg, specs))
         in_specs = tokens, tokens, tokens, tokens, Kernels(*specs)
         run = jax.shard_map(run, in_specs=in_specs, out_specs=(tokens, jax.P()))
         y, hit = run(x_BSD.astype(dtype), routing.experts_BSk, routing.weights_BSk, real_BS, kernels)
@@ -168,29 +168,29 @@ class MoE(nnx.Module):
         return y + linear(swiglu(gate, up, cfg.swiglu_limit), shared.w2, dtype), routing, hit
 
 
-def _split(spec: jax.P) -> tuple[int, tuple[str, ...]]:
+def _find_split(spec: jax.P) -> tuple[int, tuple[str, ...]]:
     """The axis of an expert's matrix that is split, and over which mesh axes; the first one is that of experts."""
     over = [(axis, (names,) if isinstance(names, str) else tuple(names)) for axis, names in enumerate(spec) if names]
     return next(((axis, names) for axis, names in over if axis), (0, ()))
 
 
-def _how(cfg: ModelConfig, specs: tuple[jax.P, ...]) -> Experts:
+def _make_settings(cfg: ModelConfig, specs: tuple[jax.P, ...]) -> Experts:
     """How the experts of kernels that lie like `specs` compute."""
     exchange, devices = cfg.expert_exchange, jax.sharding.get_abstract_mesh().shape["expert"]
     if exchange == "auto":  # a gather moves a row for each neighbour, an exchange one for each expert of a token
         many = devices > cfg.n_activated_experts and not on_cpu()
         exchange = "ragged" if many or cfg.expert_waves > 1 else "gather"
-    w1, w3, w2 = (Shards(*_split(s), cfg.expert_gradients) for s in specs)
+    w1, w3, w2 = (Shards(*_find_split(s), cfg.expert_gradients) for s in specs)
     limit, impl = cfg.swiglu_limit, cfg.expert_matmul
     return Experts(cfg.n_routed_experts, limit, exchange, cfg.expert_waves, impl, (w1, w3, w2))
 
 
-def loads(routing: Routing, real_BS: jax.Array, n_experts: int) -> jax.Array:
+def count_loads(routing: Routing, real_BS: jax.Array, n_experts: int) -> jax.Array:
     """Real tokens that each expert got, fp32 [E]."""
     return (jax.nn.one_hot(routing.experts_BSk, n_experts) * real_BS[..., None, None]).sum((0, 1, 2))
 
 
-def balance_loss(routing: Routing, docs: Documents) -> jax.Array:
+def compute_balance_loss(routing: Routing, docs: Documents) -> jax.Array:
     """Sequence-wise balance loss of one layer, summed over real tokens (section 2.1.2 of V3).
 
     A sequence is a document. For a document of T tokens, f_e = E/(kT) * (tokens routed to e) and
