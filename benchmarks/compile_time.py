@@ -11,6 +11,7 @@ import jax
 
 from dsv4_jax.config import Config
 from dsv4_jax.config.files import load_config
+from dsv4_jax.data.batch import abstract_batch
 from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.train.state import abstract_state
 from dsv4_jax.train.step import make_train_step
@@ -18,9 +19,7 @@ from dsv4_jax.train.step import make_train_step
 
 def seconds(cfg: Config, compile_too: bool = True) -> tuple[float, float]:
     """Time to trace and lower the step, and time to compile it."""
-    shape = (cfg.data.batch_size, cfg.data.seq_len)
-    names = ("ids", "segment_ids", "targets", "mtp_targets")
-    batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in names}
+    batch = abstract_batch(cfg, cfg.data.batch_size)
     start = time.perf_counter()
     lowered = jax.jit(make_train_step(cfg)).lower(abstract_state(cfg), batch)
     middle = time.perf_counter()

@@ -76,8 +76,8 @@ def _describes(config: str, *parts: str) -> Callable[[], str]:
         import dsv4_jax as ds
         from dsv4_jax import summary
         from dsv4_jax.mesh import abstract_mesh
+        from dsv4_jax.train.objectives import objective_of
         from dsv4_jax.train.state import abstract_state
-        from dsv4_jax.train.step import objective_weights
 
         run = ds.load_config(ROOT / "configs" / f"{config}.py")
         cfg = run.legs[0].cfg
@@ -88,7 +88,7 @@ def _describes(config: str, *parts: str) -> Callable[[], str]:
             lines += summary.describe_model(cfg.model)
         with abstract_mesh(cfg.mesh.data, cfg.mesh.expert, cfg.mesh.context):
             if "objective" in parts:
-                lines.append(summary.describe_objective(objective_weights(cfg)))
+                lines.append(summary.describe_objective(objective_of(cfg).weights))
             if "optimizer" in parts:
                 lines += summary.describe_optimizer(cfg)
             if "checkpoint" in parts:
@@ -195,7 +195,7 @@ def _expensive() -> Iterator[Figure]:
         found = rf'"step": {step}\b[^\n]*"{column}": ([\d.]+)'
         yield make("docs/stages.md", there, stages, found, within=0.05)
     draft = (
-        "python train.py configs/tiny_v41.py --train.stage draft --train.init-from {tmp}/tiny_v41 --train.run-dir "
+        "python train.py configs/tiny_v41.py --train.objective draft --train.init-from {tmp}/tiny_v41 --train.run-dir "
         "{tmp}/draft --train.steps 40 --optim.learning-rate 3e-3 --optim.decay-steps 20 --loss.draft-anchors 64"
     )
     for step, there in ((1, r"acceptance\s+from ([\d.]+) to"), (40, r"acceptance\s+from [\d.]+ to ([\d.]+)\.")):

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4_jax as ds
+from dsv4_jax.data.batch import model_inputs, put_batch
 from dsv4_jax.data.packing import START
 from dsv4_jax.train.checkpoint import load_model
-from dsv4_jax.train.feed import put_batch, read_data, streams
+from dsv4_jax.train.feed import read_data, streams
 from dsv4_jax.train.loop import run
-from dsv4_jax.train.step import model_inputs
 
 ROOT = Path(__file__).parent.parent
 FIGURE = ROOT / "docs" / "images" / "modality_bias.png"

@@ -105,6 +105,12 @@ def abstract_mesh(data: int, expert: int, context: int) -> contextlib.AbstractCo
     return jax.sharding.use_abstract_mesh(mesh)
 
 
+def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
+    """Return the mesh that is set: the abstract one where its devices need not exist."""
+    mesh, abstract = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
+    return mesh if mesh.abstract_mesh == abstract else abstract
+
+
 def on_cpu() -> bool:
     """Whether programs traced now are for CPUs: those of the mesh that is set, else JAX's default devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device

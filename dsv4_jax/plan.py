@@ -14,10 +14,12 @@ from jax.sharding import AxisType
 from dsv4_jax import summary
 from dsv4_jax.config import Config, MeshConfig
 from dsv4_jax.config.root import ResolvedStage
+from dsv4_jax.data.batch import abstract_batch
 from dsv4_jax.mesh import AXES, abstract_mesh
 from dsv4_jax.section import ConfigError
-from dsv4_jax.train.state import abstract_batch, abstract_state
-from dsv4_jax.train.step import make_train_step, objective_weights
+from dsv4_jax.train.objectives import objective_of
+from dsv4_jax.train.state import abstract_state
+from dsv4_jax.train.step import make_train_step
 
 _COLLECTIVE = re.compile(
     r"= (.*?) (all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter|ragged-all-to-all)(?:-start)?\("
@@ -48,7 +50,7 @@ def plan(config: Config, number: int = 1, topology: str | None = None) -> Iterat
         matrices, attention = summary.operations_per_token(cfg.model, cfg.data.seq_len)
         yield from summary.describe_model(cfg.model)
         yield f"operations  {matrices:.3g} a token in matrices, {attention:.3g} in attention, forward and backward"
-        yield from (summary.describe_objective(objective_weights(cfg)), optimizer, "", parameters, "")
+        yield from (summary.describe_objective(objective_of(cfg).weights), optimizer, "", parameters, "")
         yield from summary.describe_placement(config, stage)
         yield from summary.describe_activations(cfg)
     if devices is not None:

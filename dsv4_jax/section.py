@@ -20,8 +20,14 @@ class RunError(RuntimeError):
     """A run that cannot go on; what it saved before stays."""
 
 
+# Keys that were renamed: an old name is refused with the new one, and read as it in config.json of older runs.
+RENAMED = {"train.stage": "train.objective"}
+
+
 def nearest(key: str, valid: Iterable[str]) -> str:
-    """The tail of an error message: the valid key that looks most like `key`, if one does."""
+    """Return the tail of an error message: the new name of `key`, or the valid key that looks most like it."""
+    if key in RENAMED:
+        return f"; it is {RENAMED[key]!r} now"
     close = difflib.get_close_matches(key, list(valid), n=1, cutoff=0.5)
     return f"; the nearest valid key is {close[0]!r}" if close else ""
 

@@ -12,13 +12,13 @@ from flax import nnx
 from dsv4_jax import optim
 from dsv4_jax.config import Config
 from dsv4_jax.config.root import ResolvedStage
-from dsv4_jax.mesh import RULES, act_spec
+from dsv4_jax.data.batch import Batch, abstract_batch, with_engram_rows
+from dsv4_jax.mesh import RULES
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import structure
 from dsv4_jax.optim.groups import block_count, group_leaves
-from dsv4_jax.train.draft import anchor_count
+from dsv4_jax.train.objectives import objective_of
 from dsv4_jax.train.state import (
-    abstract_batch,
     abstract_model,
     abstract_state,
     frozen,
@@ -26,7 +26,7 @@ from dsv4_jax.train.state import (
     schedule,
     split_trained,
 )
-from dsv4_jax.train.step import denominators, drafts, make_objective
+from dsv4_jax.train.step import make_loss
 
 
 def parameter_counts(cfg: ModelConfig) -> tuple[int, int]:
@@ -190,21 +190,13 @@ def describe_activations(cfg: Config) -> list[str]:
     What a layer needs while it runs comes on top; a compiled step (`topology`) tells that too.
     """
     state, batch = abstract_state(cfg), abstract_batch(cfg, cfg.data.batch_size // cfg.train.accumulate)
-    objective, model, given = make_objective(cfg), cfg.model, _bytes(batch)
-    if model.engram_layer_ids:  # so that a plan needs no tokenizer
-        columns = (model.engram_max_ngram_size - 1) * model.engram_n_heads
-        shape, place = (*batch["ids"].shape, len(model.engram_layer_ids), columns), batch["ids"].sharding
-        place = place.update(spec=act_spec(4))
-        batch["engram_rows"] = jax.ShapeDtypeStruct(shape, "int32", sharding=place)
-    slots = None
-    if cfg.train.stage == "draft":  # anchors, which the step draws
-        place, slots = batch["ids"].sharding, drafts(cfg)
-        batch["anchors"] = jax.ShapeDtypeStruct((len(batch["ids"]), anchor_count(cfg)), "int32", sharding=place)
+    objective, given = objective_of(cfg), _bytes(batch)
+    loss, batch = make_loss(cfg, objective), with_engram_rows(batch, cfg.model)
+    batch = jax.eval_shape(objective.prepare, batch, state.step)
 
-    def residuals(trained: nnx.State, others: nnx.State, buffers: nnx.State, batch: dict[str, jax.Array]):
-        return jax.vjp(
-            lambda p: objective(p, others, buffers, batch, denominators(batch, slots)), trained, has_aux=True
-        )[1]
+    def residuals(trained: nnx.State, others: nnx.State, buffers: nnx.State, batch: Batch):
+        count = objective.denominators(batch)
+        return jax.vjp(lambda p: loss(p, others, buffers, batch, count), trained, has_aux=True)[1]
 
     program = jax.make_jaxpr(residuals)(*split_trained(cfg, state.params), state.buffers, batch).jaxpr
     kept = {v: v.aval for v in program.outvars if not isinstance(v, jex.core.Literal)}

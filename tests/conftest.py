@@ -90,11 +90,11 @@ def cheap_compilation():
 
     def once(trainer, leg, name, state, batch):
         train = leg.cfg.train
-        train = (train.stage, train.seed, train.steps, train.accumulate, train.frozen)
+        train = (train.objective, train.seed, train.steps, train.accumulate, train.frozen)
         shapes = sorted((n, x.shape, str(x.sharding)) for n, x in batch.items())
         sections = [getattr(leg.cfg, name) for name in ("model", "data", "optim", "loss", "mesh")]
         sections.append(leg.cfg.routing.bias_speed)
-        makers = loop.make_train_step, loop.make_eval_step, loop.make_route, step.make_objective
+        makers = loop.make_train_step, loop.make_eval_step, loop.make_route, step.make_loss
         key = repr((sections, train, leg.clock.batch, leg.clock.segments, name, shapes)), makers
         if key not in _PROGRAMS:
             _PROGRAMS[key] = program(trainer, leg, name, state, batch)

@@ -16,14 +16,14 @@ from runs import SMALL, metrics, small, timeless, train
 
 import dsv4_jax as ds
 from dsv4_jax.config import AnticipationConfig, LossConfig, RoutingConfig
+from dsv4_jax.data.batch import put_batch
 from dsv4_jax.mesh import make_mesh
 from dsv4_jax.train import loop
 from dsv4_jax.train.anticipation import learned_layers, make_route, route_shape, route_type
 from dsv4_jax.train.checkpoint import load_model
 from dsv4_jax.train.deadlines import Deadlines
-from dsv4_jax.train.feed import put_batch
+from dsv4_jax.train.objectives.pretrain import losses
 from dsv4_jax.train.state import abstract_state, init_state
-from dsv4_jax.train.step import losses
 from dsv4_jax.train.timing import Timing
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")

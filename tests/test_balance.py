@@ -12,7 +12,9 @@ from golden_models import empty_model, ruled_model, small_config
 
 from dsv4_jax.config import Config, LossConfig, TrainConfig
 from dsv4_jax.model.params import RouterBias
-from dsv4_jax.train.step import balance_metrics, denominators, loaded_layers, losses, update_biases
+from dsv4_jax.train.objectives import objective_of
+from dsv4_jax.train.objectives.pretrain import denominators, losses
+from dsv4_jax.train.step import balance_metrics, layer_names, update_biases
 
 E, k = 4, 2
 MODEL = small_config(n_layers=3, compress_ratios=(0, 0, 0, 0), n_hash_layers=1)
@@ -81,14 +83,14 @@ def test_names_of_the_layers_that_have_loads():
         "dspark_noise_token_id": 1,
     }
     none = LossConfig(mtp=0.0)
-    for changes, stage, names in (
+    for changes, objective, names in (
         ({}, "pretrain", NAMES),
         ({"n_mtp_layers": 0, "compress_ratios": (0, 0, 0)}, "pretrain", NAMES[:3]),
         (drafts, "pretrain", NAMES[:3]),
         (drafts, "draft", ["mtp.0", "mtp.1"]),
     ):
-        train = TrainConfig(steps=200, stage=stage)
-        assert loaded_layers(Config(model=dataclasses.replace(MODEL, **changes), loss=none, train=train)) == names
+        model, train = dataclasses.replace(MODEL, **changes), TrainConfig(steps=200, objective=objective)
+        assert layer_names(model, objective_of(Config(model=model, loss=none, train=train)).layers) == names
 
 
 def test_one_bias_moves_by_the_load_of_both():

@@ -16,15 +16,14 @@ from test_multimodal import VISION
 import dsv4_jax as ds
 from dsv4_jax.config import Config, DataConfig, MeshConfig, TrainConfig
 from dsv4_jax.data import drawn, packing
+from dsv4_jax.data.batch import abstract_batch, accumulation_parts, put_batch
 from dsv4_jax.data.images import row_budget
 from dsv4_jax.data.packing import split
 from dsv4_jax.data.prepare import run
 from dsv4_jax.data.sources import open_source, open_sources
 from dsv4_jax.data.tokenizer import Bytes
 from dsv4_jax.mesh import make_mesh
-from dsv4_jax.train.feed import put_batch, read_data, streams
-from dsv4_jax.train.state import abstract_batch
-from dsv4_jax.train.step import accumulation_parts
+from dsv4_jax.train.feed import read_data, streams
 
 STEP = TrainConfig(steps=200)
 TEXT = "first line of the text\nx = 1\n    def f(self, a, b, c, d, e):\n\tfirst line of the text\nnot ascii: äöü\n"

@@ -14,6 +14,7 @@ from golden_models import ruled_model, small_config
 from rich.console import Console
 from schedule import loops
 
+from dsv4_jax.cli import main
 from dsv4_jax.config import Config, DataConfig, LossConfig, OptimConfig, TrainConfig
 from dsv4_jax.generate.sample import _continue
 from dsv4_jax.generate.speculate import accept, speculate
@@ -23,7 +24,7 @@ from dsv4_jax.model.dspark import Anchors, confidence, propose, slot_logits
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.train import loop
 from dsv4_jax.train.checkpoint import load_model
-from dsv4_jax.train.draft import choose_anchors, draft_losses, slot_targets, weights
+from dsv4_jax.train.objectives.draft import choose_anchors, draft_losses, slot_targets, weights
 from dsv4_jax.train.state import init_state
 from dsv4_jax.train.step import make_train_step
 
@@ -50,7 +51,7 @@ CONFIG = Config(
     data=DataConfig(seq_len=S, batch_size=2),
     loss=LossConfig(mtp=0.0, draft_anchors=4),
     optim=OptimConfig(name="adamw", learning_rate=1e-2, warmup_steps=1, decay_steps=0),
-    train=TrainConfig(stage="draft", steps=30),
+    train=TrainConfig(objective="draft", steps=30),
 )
 
 
@@ -181,7 +182,7 @@ def test_the_draft_stage_on_a_mesh():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cheap_compilation")
-def test_a_drafter_of_another_runs_model(tmp_path, monkeypatch):
+def test_a_drafter_of_another_runs_model(tmp_path, monkeypatch, capsys):
     """A pre-training run leaves the draft blocks alone; a run that starts from it trains nothing else."""
     monkeypatch.setattr(loop, "make_eval_step", lambda cfg: lambda state, batch: {"text": (1.0, 1)})
     (tmp_path / "text").mkdir()
@@ -191,7 +192,7 @@ def test_a_drafter_of_another_runs_model(tmp_path, monkeypatch):
     one = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, vocab_size=257), data=data)
     train = TrainConfig(steps=1, run_dir=str(tmp_path / "one"), sample_tokens=0, eval_batches=1)
     one = dataclasses.replace(one, train=train)
-    train = dataclasses.replace(train, stage="draft", init_from=train.run_dir, run_dir=str(tmp_path / "two"))
+    train = dataclasses.replace(train, objective="draft", init_from=train.run_dir, run_dir=str(tmp_path / "two"))
     two = dataclasses.replace(one, train=train)
     start = nnx.to_flat_state(nnx.state(jax.jit(lambda: DeepSeek(one.model, rngs=nnx.Rngs(0)))(), nnx.Param))
     said = io.StringIO()
@@ -203,6 +204,10 @@ def test_a_drafter_of_another_runs_model(tmp_path, monkeypatch):
         moved = [not np.array_equal(x.get_value(), y.get_value()) for x, y in ((a, b), (b, c))]
         assert moved == ([False, True] if path[0] == "mtp" else [True, False]), path
     assert f"parameters  from {one.train.run_dir}" in said.getvalue()
+    for command in (["report", train.run_dir], ["sample", "--draft", "--tokens", "4", train.run_dir, "a b"]):
+        main(command)  # every command knows a run of this objective
+    out, told = capsys.readouterr()
+    assert "report.html" in out and "drafts accepted" in told
 
 
 def test_accepted_tokens_are_distributed_as_the_model_says():

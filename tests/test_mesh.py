@@ -14,10 +14,12 @@ from schedule import loops
 
 import dsv4_jax as ds
 from dsv4_jax.config import Config, DataConfig, LossConfig, MeshConfig, OptimConfig, TrainConfig
+from dsv4_jax.data.batch import abstract_batch, batch_spec
 from dsv4_jax.mesh import BATCH, make_mesh
 from dsv4_jax.plan import collectives
-from dsv4_jax.train.state import abstract_batch, abstract_state, batch_spec, init_state
-from dsv4_jax.train.step import losses, make_train_step
+from dsv4_jax.train.objectives.pretrain import losses
+from dsv4_jax.train.state import abstract_state, init_state
+from dsv4_jax.train.step import make_train_step
 
 B, S = 8, 40
 # Chunks of 5 positions on 8 devices are shorter than the window, than both ratios and than an overlap.

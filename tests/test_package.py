@@ -109,13 +109,3 @@ def _saved(folder, run_dir):
         f"def config(): return config_from_json(json.loads(pathlib.Path({run_dir!r}, 'config.json').read_text()))"
     )
     return file
-
-
-def test_plan_knows_the_draft_stage(capsys):
-    """What the step draws, the plan has to count too."""
-    from dsv4_jax.cli import main
-
-    one_device = ["--mesh.expert", "1", "--mesh.context", "1"]
-    main(["plan", "configs/tiny_v41.py", "--train.stage", "draft", *one_device])
-    printed = capsys.readouterr().out
-    assert "objective   0.1 draft_ce" in printed and "kept for the backward pass" in printed

@@ -11,7 +11,7 @@ from flax import nnx
 from golden_models import empty_model, small_config
 
 from dsv4_jax.mesh import ensure_mesh
-from dsv4_jax.train.step import losses
+from dsv4_jax.train.objectives.pretrain import losses
 
 MODEL = small_config(compress_ratios=(4,), n_mtp_layers=0, attention_block=8, hc_mult=2)
 IDS = np.random.default_rng(0).integers(0, 64, (2, 24)).astype(np.int32)

@@ -19,6 +19,7 @@ from runs import MODEL, config, metrics, small, timeless, train
 
 import dsv4_jax as ds
 from dsv4_jax.config import OptimConfig
+from dsv4_jax.data.batch import put_batch
 from dsv4_jax.data.tokenizer import Bytes
 from dsv4_jax.generate.sample import sample
 from dsv4_jax.mesh import ensure_mesh
@@ -28,10 +29,10 @@ from dsv4_jax.train import loop
 from dsv4_jax.train import step as step_module
 from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
-from dsv4_jax.train.feed import put_batch
 from dsv4_jax.train.metrics import Display
+from dsv4_jax.train.objectives.pretrain import losses
 from dsv4_jax.train.state import init_state, schedule
-from dsv4_jax.train.step import losses, make_train_step, update_biases
+from dsv4_jax.train.step import make_train_step, update_biases
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -238,11 +239,11 @@ def test_the_time_left_is_that_of_steps_alone():
 POISON = -7  # an MTP target that means nothing, but to the objective below
 
 
-def poisoned_objective(cfg, make=step_module.make_objective):
-    objective = make(cfg)
+def poisoned_loss(cfg, objective, make=step_module.make_loss):
+    loss = make(cfg, objective)
 
     def poisoned(trained, others, buffers, batch, count):
-        total, rest = objective(trained, others, buffers, batch, count)
+        total, rest = loss(trained, others, buffers, batch, count)
         return total * jnp.where((batch["mtp_targets"] == POISON).any(), jnp.nan, 1.0), rest
 
     return poisoned
@@ -263,7 +264,7 @@ def poison(monkeypatch):
 
         monkeypatch.setattr(loop, "put_batch", put_marked)
 
-    monkeypatch.setattr(step_module, "make_objective", poisoned_objective)
+    monkeypatch.setattr(step_module, "make_loss", poisoned_loss)
     return mark
 
 

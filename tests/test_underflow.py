@@ -11,7 +11,7 @@ from golden_models import ruled_model, small_config
 from dsv4_jax.mesh import act_spec
 from dsv4_jax.model.moe import compute_balance_loss
 from dsv4_jax.ops.documents import documents
-from dsv4_jax.train.step import losses
+from dsv4_jax.train.objectives.pretrain import losses
 
 K, E = 2, 4
 LEVELS = [3.0, 0.0, -19.0, -21.0, -40.0, -80.0, -90.0, -200.0, -1e4]

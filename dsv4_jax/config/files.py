@@ -13,7 +13,7 @@ from typing import Any
 from dsv4_jax.config.flags import with_flags
 from dsv4_jax.config.root import Config, Stage
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.section import ConfigError, Section, check_rules, deferred_rules, from_fields, nearest
+from dsv4_jax.section import RENAMED, ConfigError, Section, check_rules, deferred_rules, from_fields, nearest
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -73,7 +73,9 @@ def made_by(path: str | Path, function: str) -> Any:
         sections = {c.__name__: c for c in (ModelConfig, *Section.__subclasses__())}
         if unknown and unknown[1] in sections:
             valid = [f.name for f in dataclasses.fields(sections[unknown[1]])]
-            what = f"unknown field {unknown[2]!r} of {unknown[1]}{nearest(unknown[2], valid)}"
+            key = f"{unknown[1].removesuffix('Config').lower()}.{unknown[2]}"
+            hint = nearest(key if key in RENAMED else unknown[2], valid)
+            what = f"unknown field {unknown[2]!r} of {unknown[1]}{hint}"
             raise ConfigError(f"{path}: {what}") from None
         raise ConfigError(f"{path}: {error}") from error
     except Exception as error:
@@ -98,14 +100,26 @@ def read_config(path: Path) -> dict[str, Any]:
 def config_from_json(tree: dict[str, Any]) -> Config:
     """Make the configuration of a run's config.json, which an older version may have written.
 
-    A missing key has its default. A key that is not known any more is left out, except one of the model, whose weights
-    may mean nothing without it. The rules are not checked: the run kept to those of the version that wrote it.
+    A missing key has its default. A renamed key is read under its new name. A key that is not known any more is left
+    out, except one of the model, whose weights may mean nothing without it. The rules are not checked: the run kept to
+    those of the version that wrote it.
 
     Raises:
         ConfigError: if a key of the model is unknown, or a value is missing or has another type.
     """
     with deferred_rules():
-        return _from_json(Config, tree, "config.json")
+        return _from_json(Config, with_new_names(tree), "config.json")
+
+
+def with_new_names(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config.json's tree with the keys that were renamed since under their new names."""
+    tree = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
+    for old, new in RENAMED.items():
+        section, _, name = old.partition(".")
+        if name in tree.get(section, {}):
+            section_now, _, name_now = new.partition(".")
+            tree.setdefault(section_now, {}).setdefault(name_now, tree[section].pop(name))
+    return tree
 
 
 def _from_json(cls: type[Any], tree: dict[str, Any], where: str) -> Any:

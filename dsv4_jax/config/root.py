@@ -150,8 +150,8 @@ class Config(Section):
                 f"loss.mtp = {self.loss.mtp} needs an MTP block; set it to 0, or model.n_mtp_layers to 1 and "
                 "model.dspark_target_layer_ids to none"
             )
-        if self.train.stage == "draft" and not dspark:
-            raise ConfigError("train.stage = 'draft' needs draft blocks: model.dspark_target_layer_ids names none")
+        if self.train.objective == "draft" and not dspark:
+            raise ConfigError("train.objective = 'draft' needs draft blocks: model.dspark_target_layer_ids names none")
         mode, watched = self.routing.anticipation.mode, self.spikes.loss or self.spikes.grad_norm
         if mode == "auto" and not watched:
             raise ConfigError("routing.anticipation.mode = 'auto' needs spikes.loss or spikes.grad_norm above 0")
@@ -164,9 +164,9 @@ class Config(Section):
                 f"train.checkpoint_every = {train.checkpoint_every} "
                 f"steps apart, reach back only {reach}: lower spikes.margin or raise train.keep"
             )
-        if mode != "off" and self.train.stage == "draft":
+        if mode != "off" and self.train.objective == "draft":
             raise ConfigError(
-                f"routing.anticipation.mode = {mode!r} is for pre-training, not for train.stage = 'draft'"
+                f"routing.anticipation.mode = {mode!r} is for pre-training, not for train.objective = 'draft'"
             )
         if not optim.decay_tokens and optim.warmup_steps + optim.decay_steps > steps:
             raise ConfigError(

@@ -176,15 +176,15 @@ class LossConfig(Section):
     indexer: float = 1.0
     """KL divergence from attention to the lightning indexer, summed over layers with an indexer."""
     draft_ce: float = 0.1
-    """Draft stage: cross-entropy of the drafted token."""
+    """Draft objective: cross-entropy of the drafted token."""
     draft_distance: float = 0.9
-    """Draft stage: L1 distance from the drafter's distribution to the backbone's."""
+    """Draft objective: L1 distance from the drafter's distribution to the backbone's."""
     draft_confidence: float = 1.0
-    """Draft stage: cross-entropy of the confidence head with the probability of acceptance."""
+    """Draft objective: cross-entropy of the confidence head with the probability of acceptance."""
     draft_decay: float = 0.0
-    """Draft stage: slot k of a draft has weight exp(-k / decay); 0: model.dspark_block_size."""
+    """Draft objective: slot k of a draft has weight exp(-k / decay); 0: model.dspark_block_size."""
     draft_anchors: int = 512
-    """Draft stage: drafts of a row."""
+    """Draft objective: drafts of a row."""
 
     def _check(self) -> None:
         for key in ("mtp", "balance", "indexer", "draft_ce", "draft_distance", "draft_confidence", "draft_decay"):
@@ -274,9 +274,9 @@ class TrainConfig(Section):
     steps: int = 0
     """Optimizer steps in all; 0: those of the stages."""
     frozen: str = ""
-    """Regular expression of paths of parameters that stay as they are, beside those that the stage leaves alone."""
-    stage: Literal["pretrain", "draft"] = "pretrain"
-    """What is trained: everything but DSpark's draft blocks, or the draft blocks alone."""
+    """Regular expression of paths of parameters that stay as they are, beside those that the objective leaves alone."""
+    objective: Literal["pretrain", "draft"] = "pretrain"
+    """What to train for: `pretrain` trains everything but DSpark's draft blocks, `draft` the draft blocks alone."""
     init_from: str = ""
     """Folder of another run whose newest checkpoint gives a new run its parameters; empty: random ones."""
     new_data: bool = False

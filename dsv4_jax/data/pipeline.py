@@ -1,19 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of packed rows, made ahead of time by threads; every process reads only the rows that it needs.
 
-A batch is a dict of int32 arrays [B, S]: `ids`; `segment_ids` (0 padding, 1, 2, ... documents); `targets`, the
-token after each one, and `mtp_targets`, the one after that, -1 where there is none. Targets come from whole
-documents, so a document longer than a row loses none where it is cut. The stream depends on the sources, the
-seed, S and B alone: not on workers, processes or the mesh.
-
-For a model with vision there are also
-- `token_types` [B, S]: 0 START, 1 IMAGE, 2 NEWLINE, 3 END of an image, -1 text and padding;
-- `patches`, float32 [B, P, 3, p, p]: those of each row's images, in reading order, one image after another; then 0;
-- `image_grids`, int32 [B, n, 4]: for each image of a row (number of the row in the batch, position of its START,
-  rows, columns of its patches), in order; then lines of 0.
-P patches and n images are the row's budget, P padded like S. The id of images is never a target: a position before
-START and all of an image but its END have target -1; the END has the text that follows. `mtp_targets` are -1 also
-where `targets` are, since the block that predicts them reads those.
+`data/batch.py` lists the arrays of a batch. The stream depends on the sources, the seed, S and B alone: not on workers,
+processes or the mesh.
 """
 
 import collections
@@ -23,22 +12,19 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from dsv4_jax.data.batch import HostBatch, empty_row
 from dsv4_jax.data.images import Budget, ImageError, read, token_types
 from dsv4_jax.data.packing import START, Part, Piece, Plan, Position
 from dsv4_jax.data.sources import Source
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.model.token_types import TEXT
 from dsv4_jax.section import RunError
 
-Batch = dict[str, np.ndarray]
-PADDING = {"ids": 0, "segment_ids": 0, "targets": -1, "mtp_targets": -1}
 
-
-def fill(row: Sequence[Piece], parts: Sequence[Part], S: int, budget: Budget | None = None, number: int = 0) -> Batch:
+def fill(
+    row: Sequence[Piece], parts: Sequence[Part], S: int, budget: Budget | None = None, number: int = 0
+) -> HostBatch:
     """One row [S] from its pieces; it is row `number` of the batch."""
-    batch = {name: np.full(S, value, np.int32) for name, value in PADDING.items()}
-    if budget:
-        batch |= _no_images(S, budget)
+    batch = empty_row(S, budget)
     at = count = used = 0
     for segment, piece in enumerate(row, 1):
         n, first, source = piece.length, piece.first, parts[piece.source].source
@@ -65,15 +51,6 @@ def fill(row: Sequence[Piece], parts: Sequence[Part], S: int, budget: Budget | N
     return batch
 
 
-def _no_images(S: int, budget: Budget) -> Batch:
-    """What a row has beside its tokens, without images."""
-    return {
-        "token_types": np.full(S, TEXT, np.int32),
-        "patches": np.zeros((budget.patches, 3, *(budget.model.vision_patch_size,) * 2), np.float32),
-        "image_grids": np.zeros((budget.images, 4), np.int32),
-    }
-
-
 def _patches(source: Source, image: int, model: ModelConfig) -> np.ndarray:
     try:
         return read(source.image(image), model)
@@ -81,7 +58,7 @@ def _patches(source: Source, image: int, model: ModelConfig) -> np.ndarray:
         raise RunError(f"{source.name}: image {image + 1} of all cannot be read any more: {error}") from error
 
 
-class Stream(Iterator[Batch]):
+class Stream(Iterator[HostBatch]):
     """Batches of B rows, of which this process has `own`."""
 
     def __init__(
@@ -111,11 +88,11 @@ class Stream(Iterator[Batch]):
         self._length = padded(plan.S)
         self._budget = plan.budget and plan.budget._replace(patches=padded(plan.budget.patches))
         self._rows, self.position, self._seen = plan.rows(start), start, start
-        self._queue: collections.deque[tuple[Position, concurrent.futures.Future[Batch]]] = collections.deque()
+        self._queue: collections.deque[tuple[Position, concurrent.futures.Future[HostBatch]]] = collections.deque()
         self._threads = concurrent.futures.ThreadPoolExecutor(workers) if workers else None
         self._ahead = workers * ahead
 
-    def _make(self, rows: list[list[Piece]]) -> Batch:
+    def _make(self, rows: list[list[Piece]]) -> HostBatch:
         plan, get = self._plan, lambda r: rows[r] if r < len(rows) else []
         made = [fill(get(r), plan.parts, self._length, self._budget, r) for r in self.own]
         return {name: np.stack([row[name] for row in made]) for name in made[0]}
@@ -128,7 +105,7 @@ class Stream(Iterator[Batch]):
                 return
             self._seen = rows[-1][1]
             pieces = [row for row, _ in rows]
-            future: concurrent.futures.Future[Batch]
+            future: concurrent.futures.Future[HostBatch]
             if self._threads:
                 future = self._threads.submit(self._make, pieces)
             else:
@@ -136,7 +113,7 @@ class Stream(Iterator[Batch]):
                 future.set_result(self._make(pieces))
             self._queue.append((self._seen, future))
 
-    def peek(self, number: int = 0) -> Batch:
+    def peek(self, number: int = 0) -> HostBatch:
         """The batch that comes after `number` others; it still comes.
 
         Raises:
@@ -147,7 +124,7 @@ class Stream(Iterator[Batch]):
             raise StopIteration
         return self._queue[number][1].result()
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> HostBatch:
         batch = self.peek()
         self.position = self._queue.popleft()[0]
         return batch

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dsv4_jax.data.pipeline import Batch
+from dsv4_jax.data.batch import HostBatch
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.generate.speculate import Speculated, speculate
 from dsv4_jax.mesh import BATCH, ensure_mesh
@@ -57,7 +57,7 @@ def sample(
     return ("\n".join(filter(None, texts)) if past_end else texts[0]), told
 
 
-def held_out_prompt(batches: Iterable[Batch], tokenizer: Tokenizer, most: int = 48) -> str:
+def held_out_prompt(batches: Iterable[HostBatch], tokenizer: Tokenizer, most: int = 48) -> str:
     """Return the start of the longest document in the first batch that has one without images, or "" without any.
 
     It has `most` tokens, or half of the document if that is less, so that the model has something to continue.

@@ -14,10 +14,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from dsv4_jax.config import Config
+from dsv4_jax.data.batch import Batch, accumulation_parts, model_inputs
 from dsv4_jax.mesh import act_spec
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.train.state import TrainState, abstract_model
-from dsv4_jax.train.step import accumulation_parts, model_inputs
 
 
 def learned_layers(cfg: ModelConfig) -> list[int]:
@@ -30,7 +30,7 @@ def route_type(cfg: ModelConfig) -> Any:
     return jnp.uint8 if cfg.n_routed_experts <= 256 else jnp.uint16
 
 
-def route_shape(cfg: ModelConfig, batch: dict[str, jax.Array]) -> tuple[int, ...]:
+def route_shape(cfg: ModelConfig, batch: Batch) -> tuple[int, ...]:
     """Shape of the choice for a batch."""
     return *batch["ids"].shape, len(learned_layers(cfg)), cfg.n_activated_experts
 
@@ -45,17 +45,17 @@ def abstract_routes(cfg: ModelConfig, count: int, shape: tuple[int, ...]) -> tup
     return (jax.ShapeDtypeStruct(shape, route_type(cfg), sharding=sharding),) * count
 
 
-def make_route(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], jax.Array]:
+def make_route(cfg: Config) -> Callable[[TrainState, Batch], jax.Array]:
     """The experts of a batch's tokens in all learned layers, [B, S, layers, k], by the state's parameters and biases.
 
     The batch is computed in the parts of a training step.
     """
     graphdef, layers = nnx.graphdef(abstract_model(cfg)), learned_layers(cfg.model)
 
-    def route(state: TrainState, batch: dict[str, jax.Array]) -> jax.Array:
+    def route(state: TrainState, batch: Batch) -> jax.Array:
         model = nnx.merge(graphdef, state.params, state.buffers)
 
-        def part(batch: dict[str, jax.Array]) -> jax.Array:
+        def part(batch: Batch) -> jax.Array:
             told = model.features(**model_inputs(batch), with_mtp=False).layers
             return jnp.stack([told[i]["experts"] for i in layers], axis=2).astype(route_type(cfg.model))
 

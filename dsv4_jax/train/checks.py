@@ -10,7 +10,7 @@ from flax import nnx
 
 from dsv4_jax.config import Config
 from dsv4_jax.model.params import HashTable
-from dsv4_jax.train.step import objective_weights
+from dsv4_jax.train.objectives import objective_of
 
 
 def start_warnings(cfg: Config, metrics: dict[str, Any], buffers: nnx.State, new: bool = True) -> list[str]:
@@ -19,12 +19,13 @@ def start_warnings(cfg: Config, metrics: dict[str, Any], buffers: nnx.State, new
     Raises:
         RuntimeError: if a loss that the configuration names is not in the objective.
     """
-    weights = objective_weights(cfg)
+    objective = objective_of(cfg)
+    weights = objective.weights
     if absent := weights.keys() - metrics.keys():
         raise RuntimeError(f"the objective lacks {sorted(absent)}, which the configuration names")
     warnings = [f"{name} is 0 in the first step" for name in weights if float(metrics[name]) == 0]
-    expected, first = math.log(cfg.model.vocab_size), float(metrics["loss"])
-    if new and not cfg.train.init_from and cfg.train.stage == "pretrain" and abs(first - expected) > 0.5:
+    expected, first = objective.uniform_loss, float(metrics["loss"])
+    if new and not cfg.train.init_from and expected is not None and abs(first - expected) > 0.5:
         warnings.append(
             f"the first loss is {first:.2f}, far from ln(vocabulary) = {expected:.2f}: is model.init_std too large?"
         )
@@ -47,7 +48,7 @@ def _hash_tables(cfg: Config, buffers: nnx.State) -> list[str]:
 
 def _gradients(cfg: Config, metrics: dict[str, Any]) -> list[str]:
     """Parameters of the stage that got no gradient, by path and layer of their stack."""
-    indexed = "indexer_loss" in objective_weights(cfg)
+    indexed = "indexer_loss" in objective_of(cfg).weights
     no_images = math.isnan(float(metrics.get("load_max_image", math.nan)))
     warnings = []
     for name, norm in metrics["grad_norms"].items():

@@ -14,18 +14,17 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from dsv4_jax.config import Config
-from dsv4_jax.data.pipeline import Batch
+from dsv4_jax.data.batch import Batch, HostBatch, model_inputs
 from dsv4_jax.mesh import act_spec, row_spec
 from dsv4_jax.model.params import whole
 from dsv4_jax.model.token_types import TEXT
 from dsv4_jax.ops.cross_entropy import cross_entropy
 from dsv4_jax.train.state import TrainState, abstract_model
-from dsv4_jax.train.step import model_inputs
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 
 
-def make_eval_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], Sums]:
+def make_eval_step(cfg: Config) -> Callable[[TrainState, Batch], Sums]:
     """Sum of the next-token cross-entropies of a batch, in nats, and the number of targets: of `text`, and
     with a vision tower of the targets after an `image` in their document.
 
@@ -34,7 +33,7 @@ def make_eval_step(cfg: Config) -> Callable[[TrainState, dict[str, jax.Array]], 
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, recall=True))
     graphdef = nnx.graphdef(abstract_model(cfg))
 
-    def step(state: TrainState, batch: dict[str, jax.Array]) -> Sums:
+    def step(state: TrainState, batch: Batch) -> Sums:
         model = nnx.merge(graphdef, state.params, state.buffers)
         out = model.features(**model_inputs(batch), with_mtp=False)
         targets = {"text": batch["targets"]}
@@ -62,7 +61,7 @@ def after_image(token_types_BS: jax.Array, first_BS: jax.Array) -> jax.Array:
     return jax.reshard(found, act_spec(2))
 
 
-def wrong_images(batches: list[Batch]) -> list[Batch]:
+def wrong_images(batches: list[HostBatch]) -> list[HostBatch]:
     """Replace every image by the next one of the same size in the same row of all batches, if there is another.
 
     Every process holds whole rows, the same ones of every batch: so the pairs, and the loss, are the same for any
@@ -83,7 +82,7 @@ def wrong_images(batches: list[Batch]) -> list[Batch]:
 
 
 def evaluate(
-    eval_step: Callable[..., Sums], state: TrainState, batches: list[Batch], place: Callable[[Batch], Any]
+    eval_step: Callable[..., Sums], state: TrainState, batches: list[HostBatch], place: Callable[[HostBatch], Any]
 ) -> dict[str, float]:
     """Mean cross-entropies in nats by metric: `eval_loss` of text, and if there are images `eval_loss_image` and
     `eval_loss_wrong_image` of text after an image, with the image and with another of its size.
@@ -93,7 +92,7 @@ def evaluate(
     all indexers; a choice at random would cover `eval_recall_random`.
     """
 
-    def means(batches: Iterable[Batch]) -> dict[str, float]:
+    def means(batches: Iterable[HostBatch]) -> dict[str, float]:
         sums = jax.device_get([eval_step(state, place(batch)) for batch in batches])
         total = jax.tree.map(lambda *x: float(np.sum(x)), *sums)
         return {kind: s / n for kind, (s, n) in total.items() if n}
@@ -106,7 +105,7 @@ def evaluate(
     return scalars | {f"eval_{kind}": found[kind] for kind in ("recall", "recall_random") if kind in found}
 
 
-def unigram_entropy(evaluation: list[Batch], rows: list[int], vocab_size: int) -> float:
+def unigram_entropy(evaluation: list[HostBatch], rows: list[int], vocab_size: int) -> float:
     """Return the entropy in nats of the frequencies of all targets: the loss that a model without context can reach.
 
     Every process must call it, with the `rows` of its batches that no other process counts.

@@ -16,15 +16,15 @@ from jax.sharding import NamedSharding
 
 from dsv4_jax.config import Config
 from dsv4_jax.config.root import ResolvedStage
+from dsv4_jax.data.batch import HostBatch
 from dsv4_jax.data.images import row_budget
 from dsv4_jax.data.interleaved import vision_settings
 from dsv4_jax.data.packing import Part, Plan, Position, part, split
-from dsv4_jax.data.pipeline import Batch, Stream
+from dsv4_jax.data.pipeline import Stream
 from dsv4_jax.data.sources import Source, open_sources
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.mesh import row_spec
 from dsv4_jax.section import ConfigError
-from dsv4_jax.train.state import batch_spec
 
 
 class Data(NamedTuple):
@@ -208,7 +208,7 @@ def _hash(values: list[Any]) -> str:
 
 
 @contextlib.contextmanager
-def streams(cfg: Config, data: Data, start: Position) -> Generator[tuple[Stream, list[Batch]]]:
+def streams(cfg: Config, data: Data, start: Position) -> Generator[tuple[Stream, list[HostBatch]]]:
     """The training stream and the batches to evaluate on; this process's rows of both."""
     B = cfg.data.batch_size
     own = sorted(row for row, processes in enumerate(row_processes(B)) if jax.process_index() in processes)
@@ -219,19 +219,3 @@ def streams(cfg: Config, data: Data, start: Position) -> Generator[tuple[Stream,
         yield stream, evaluation
     finally:
         stream.close()
-
-
-def put_batch(batch: Batch, own: list[int], rows: int) -> dict[str, jax.Array]:
-    """A batch of so many rows on the devices, from those that this process has (`own`)."""
-
-    def put(name: str, x: np.ndarray) -> jax.Array:
-        def at(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None  # every device has a part
-            numbers = range(rows)[index[0]]
-            first = own.index(numbers[0])
-            return x[first : first + len(numbers), *index[1:]]
-
-        sharding = NamedSharding(jax.sharding.get_mesh(), batch_spec(name, x.ndim))
-        return jax.make_array_from_callback((rows, *x.shape[1:]), sharding, at)
-
-    return {name: put(name, value) for name, value in batch.items()}

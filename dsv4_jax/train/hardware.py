@@ -56,7 +56,7 @@ def utilisation_per_rate(cfg: Config) -> float:
     It is 0 too where only a part of the model is trained, which takes fewer operations than `operations_per_token`.
     """
     peak = peak_flops(cfg.train.peak_flops)
-    part = cfg.train.stage != "pretrain" or cfg.train.frozen or cfg.model.attention == "warmup"
+    part = cfg.train.objective != "pretrain" or cfg.train.frozen or cfg.model.attention == "warmup"
     if not peak or part:
         return 0.0
     return sum(operations_per_token(cfg.model, cfg.data.seq_len)) / (peak * jax.device_count())

@@ -20,8 +20,9 @@ from rich.console import Console
 from dsv4_jax.config import Config
 from dsv4_jax.config.plugins import resolve
 from dsv4_jax.config.root import ResolvedStage
+from dsv4_jax.data.batch import Batch, HostBatch, put_batch
 from dsv4_jax.data.packing import Position
-from dsv4_jax.data.pipeline import Batch, Stream
+from dsv4_jax.data.pipeline import Stream
 from dsv4_jax.generate.sample import held_out_prompt, sample
 from dsv4_jax.mesh import QUICK_CPU, on_cpu, start_devices, use_mesh
 from dsv4_jax.model.token_map import token_map
@@ -39,10 +40,11 @@ from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.deadlines import Deadlines
 from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
-from dsv4_jax.train.feed import Data, check_same_data, counted_rows, put_batch, read_data, streams
+from dsv4_jax.train.feed import Data, check_same_data, counted_rows, read_data, streams
 from dsv4_jax.train.hardware import device_memory, use_compile_cache, utilisation_per_rate
 from dsv4_jax.train.loggers import find_loggers, make_loggers
 from dsv4_jax.train.metrics import Display, MetricsWriter
+from dsv4_jax.train.objectives import objective_of
 from dsv4_jax.train.processes import check_shared, of_first
 from dsv4_jax.train.profile import Profile
 from dsv4_jax.train.run_dir import (
@@ -59,7 +61,7 @@ from dsv4_jax.train.run_dir import (
 from dsv4_jax.train.signals import stop_signals
 from dsv4_jax.train.spikes import spike
 from dsv4_jax.train.state import TrainState, abstract_model, abstract_state, decay_start, init_state, split_trained
-from dsv4_jax.train.step import make_train_step, objective_weights
+from dsv4_jax.train.step import make_train_step
 from dsv4_jax.train.timing import Timing
 
 # Compiler options for a program that runs once, for which XLA's optimisations cost more than they save.
@@ -119,7 +121,7 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
             split_trained(part.cfg, nnx.state(abstract_model(part.cfg), nnx.Param))  # each trains something
         lock.take_first()  # makes the folder, which a wrong configuration does not
         check_shared(run_dir)
-        objective, (optimizer, _) = describe_objective(objective_weights(leg.cfg)), describe_optimizer(leg.cfg)
+        objective, (optimizer, _) = describe_objective(objective_of(leg.cfg).weights), describe_optimizer(leg.cfg)
         for line in [*describe_model(leg.cfg.model), objective, optimizer, data[leg.number].line]:
             console.print(line)
         if cfg.stages:
@@ -163,7 +165,7 @@ class _Trainer:
         self.history = History()
         self.routes: collections.deque[jax.Array] = collections.deque()  # experts of the next batches
         self.programs: dict[tuple[Any, ...], Callable[..., Any]] = {}  # of all stages: a rollback may go back to one
-        self.evaluation: list[Batch] = []
+        self.evaluation: list[HostBatch] = []
         self.held_out = {"eval_loss": math.nan}
         self.bad = 0
         self.all_finite = jax.jit(_all_finite)
@@ -336,9 +338,7 @@ class _Trainer:
                 history.routed = []
             return self.steps(leg, state, stream, place, self.program(leg, "evaluation", state, example))
 
-    def program(
-        self, leg: ResolvedStage, name: str, state: TrainState, batch: dict[str, jax.Array]
-    ) -> Callable[..., Any]:
+    def program(self, leg: ResolvedStage, name: str, state: TrainState, batch: Batch) -> Callable[..., Any]:
         """A function of state and batch, compiled for a stage and for batches like this one."""
         # Of the clock only the steps to come count, which its tokens at the stage's end decide.
         key = leg.number, leg.last, leg.cfg.steps, leg.clock.tokens(leg.last), name, "experts" in batch
@@ -360,8 +360,8 @@ class _Trainer:
         state: TrainState,
         step: int,
         stream: Stream,
-        place: Callable[[Batch], dict[str, jax.Array]],
-    ) -> tuple[dict[str, jax.Array], int]:
+        place: Callable[[HostBatch], Batch],
+    ) -> tuple[Batch, int]:
         """The experts of the next batch, if routing is anticipatory, and how many steps ago they were chosen.
 
         Afterwards those of the `delay` batches behind it are chosen too: when it begins, by the same parameters,
@@ -425,7 +425,7 @@ class _Trainer:
         leg: ResolvedStage,
         state: TrainState,
         stream: Stream,
-        place: Callable[[Batch], dict[str, jax.Array]],
+        place: Callable[[HostBatch], Batch],
         eval_step: Callable[..., Any],
     ) -> TrainState:
         """The steps of a stage."""
@@ -491,7 +491,7 @@ def _report(
     cfg: Config,
     state: TrainState,
     held_out: dict[str, float],
-    evaluation: list[Batch],
+    evaluation: list[HostBatch],
     data: Data,
     console: Console,
 ) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dsv4_jax.config import Config
-from dsv4_jax.config.files import config_from_json, read_config
+from dsv4_jax.config.files import config_from_json, read_config, with_new_names
 from dsv4_jax.config.keys import RUNTIME
 from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.packing import START
@@ -86,7 +86,7 @@ def resolved(cfg: Config) -> dict[str, Any]:
 def changes(before: dict[str, Any], cfg: Config) -> list[str]:
     """List the keys whose values differ from a saved configuration, except `train.run_dir` and `train.steps`."""
     known = resolved(config_from_json(before))
-    return _differences(known, resolved(cfg)) + _removed(before, known)
+    return _differences(known, resolved(cfg)) + _removed(with_new_names(before), known)
 
 
 def steps_done(step: int, host: dict[str, Any]) -> tuple[tuple[int, int], ...]:

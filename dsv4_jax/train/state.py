@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding
 
 from dsv4_jax.config import Config, OptimConfig
 from dsv4_jax.config.plugins import resolve
-from dsv4_jax.data.images import row_budget
-from dsv4_jax.mesh import act_spec, row_spec
+from dsv4_jax.mesh import current_mesh
 from dsv4_jax.model.deepseek import DeepSeek, structure
 from dsv4_jax.optim import adamw_groups, grouped, v4_groups, v41_groups
 from dsv4_jax.optim.groups import custom_groups
 from dsv4_jax.optim.schedules import Clock, trapezoid
 from dsv4_jax.section import ConfigError
+from dsv4_jax.train.objectives import objective_of
 
 
 @jax.tree_util.register_dataclass
@@ -63,20 +63,8 @@ def decay_start(cfg: OptimConfig, steps: int, clock: Clock) -> int:
 
 
 def frozen(cfg: Config) -> str | None:
-    """Pattern of the parameters that a stage leaves alone.
-
-    The indexer warm-up trains the indexer only, dense attention all but the indexer, the draft stage the
-    draft blocks only, every other stage all but DSpark's draft blocks; and none trains `train.frozen`.
-    """
-    patterns = [cfg.train.frozen]
-    if cfg.train.stage == "draft":
-        patterns.append(r"^(?!mtp\b)")
-    elif cfg.model.attention == "warmup":
-        patterns.append(r"^(?!.*\bindexer\b)")
-    elif cfg.model.dspark_target_layer_ids:
-        patterns.append(r"^mtp\b")
-    if cfg.model.attention == "dense" and any(spec.indexed for spec in cfg.model.layer_specs):
-        patterns.append(r"\bindexer\b")
+    """Return the pattern of the parameters that the objective or `train.frozen` leaves alone."""
+    patterns = [cfg.train.frozen, *objective_of(cfg).frozen]
     return "|".join(f"(?:{pattern})" for pattern in patterns if pattern) or None
 
 
@@ -181,43 +169,14 @@ def abstract_model(cfg: Config) -> DeepSeek:
     return structure(cfg.model)
 
 
-def _mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
-    """The mesh that is set, without devices if they need not exist."""
-    mesh, abstract = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
-    return mesh if mesh.abstract_mesh == abstract else abstract
-
-
 def abstract_state(cfg: Config) -> TrainState:
     """Shapes, types and shardings of a run's state."""
-    whole = NamedSharding(_mesh(), jax.P())
+    whole = NamedSharding(current_mesh(), jax.P())
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or whole)
 
     return jax.tree.map(placed, jax.eval_shape(lambda: init_state(cfg)))
-
-
-def batch_spec(name: str, rank: int) -> jax.P:
-    """Where an array of a batch lies: rows are split, and their positions and patches; tables of images are not."""
-    return row_spec(rank) if name == "image_grids" else act_spec(rank)
-
-
-def abstract_batch(cfg: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and shardings of a batch of so many rows, on the mesh that is set."""
-    padded = lambda size: size + -size % cfg.mesh.context
-    names = ["ids", "segment_ids", "targets", "mtp_targets"]
-    shapes: dict[str, tuple[int, ...]] = {}
-    if budget := row_budget(cfg):
-        names.append("token_types")
-        shapes["patches"] = padded(budget.patches), 3, *(cfg.model.vision_patch_size,) * 2
-        shapes["image_grids"] = budget.images, 4
-    shapes = dict.fromkeys(names, (padded(cfg.data.seq_len),)) | shapes
-
-    def struct(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(_mesh(), batch_spec(name, 1 + len(shape)))
-        return jax.ShapeDtypeStruct((rows, *shape), jnp.float32 if name == "patches" else jnp.int32, sharding=sharding)
-
-    return {name: struct(name, shape) for name, shape in shapes.items()}
 
 
 def init_state(cfg: Config) -> TrainState:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of the draft blocks: anchors at random, the backbone as teacher and frozen (V4.1 section 2.4.3, DSpark).
+"""Train the draft blocks from random anchors, with the frozen backbone as their teacher (V4.1 section 2.4.3, DSpark).
 
 Letters: B rows, S positions, A anchors of a row, n slots of a draft, V vocabulary.
 """
@@ -10,11 +10,46 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.config import Config
+from dsv4_jax.data.batch import Batch, model_inputs
 from dsv4_jax.mesh import act_spec, emulated, row_spec
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.dspark import Anchors, Drafts, confidence, slot_logits
 from dsv4_jax.model.params import whole
 from dsv4_jax.ops.cross_entropy import head_logits
+
+
+class Draft:
+    """Implement `Objective`: train the draft blocks alone."""
+
+    def __init__(self, cfg: Config):
+        self.cfg, self.slots = cfg, cfg.model.dspark_block_size
+        self.decay = cfg.loss.draft_decay or self.slots
+        self.weights = {
+            f"draft_{name}": getattr(cfg.loss, f"draft_{name}") for name in ("ce", "distance", "confidence")
+        }
+        self.frozen = [r"^(?!mtp\b)"]
+        if cfg.model.attention == "dense" and any(spec.indexed for spec in cfg.model.layer_specs):
+            self.frozen.append(r"\bindexer\b")
+        self.layers = range(cfg.model.n_layers, cfg.model.n_layers + cfg.model.n_mtp_layers)
+        self.balances = cfg.model.attention != "warmup"
+        self.uniform_loss: float | None = None
+
+    def prepare(self, batch: Batch, step: jax.Array) -> Batch:
+        """Add `anchors` [B, A], drawn at random."""
+        key = jax.random.fold_in(jax.random.key(self.cfg.train.seed), step)
+        return batch | {"anchors": choose_anchors(batch["targets"], key, anchor_count(self.cfg))}
+
+    def denominators(self, batch: Batch) -> dict[str, jax.Array]:
+        """Sum the weights of all slots that have a target: `drafts`."""
+        total = weights(slot_targets(batch["targets"], batch["anchors"], self.slots), self.decay).sum()
+        return {"drafts": jnp.where(total > 0, total, 1.0)}
+
+    def losses(
+        self, model: DeepSeek, batch: Batch, count: dict[str, jax.Array]
+    ) -> tuple[dict[str, jax.Array], jax.Array]:
+        """Compute `draft_losses`, divided by the weights of the whole batch's slots."""
+        found, load_LE = draft_losses(model, model_inputs(batch), batch["targets"], batch["anchors"], self.decay)
+        return {name: value / count["drafts"] for name, value in found.items()}, load_LE
 
 
 def anchor_count(cfg: Config) -> int:
