@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bench for optimizers: small tasks, every contender at its own best learning rate, several seeds.
+"""Compare optimizers on small tasks, each at its own best learning rate and with several seeds.
 
 `python -m dsv4_jax optim-lab SPEC`; `docs/optimizers.md` shows how to add an optimizer.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a comparison of optimizers to its end, from wherever it was stopped.
+"""Run a comparison of optimizers, and continue one that was interrupted.
 
-Every contender is tuned alone: its rates are doubled or halved until the best of them has neighbours
-on both sides. The other seeds, and the shorter runs with a decay of their own, then use that rate.
+Every contender is tuned on its own: its learning rates are doubled or halved until the best one has neighbours
+on both sides. The other seeds, and the shorter runs with their own decay, then use that rate.
 """
 
 import dataclasses
@@ -24,19 +24,19 @@ from dsv4_jax.lab.tasks import Task
 from dsv4_jax.optim.schedules import trapezoid
 from dsv4_jax.section import ConfigError
 
-CHUNK = 50  # steps of one compiled call, and of one point of a curve
-WIDEST = 16  # doublings and halvings of the learning rate, on both sides together
+CHUNK = 50  # steps per compiled call and per point of a curve
+WIDEST = 16  # maximum number of doublings and halvings of the learning rate together
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """An optimizer to compare.
+    """Describe an optimizer to compare.
 
     Attributes:
-        name: in the results.
-        make: from a schedule and the parameters to an optax transformation.
-        rates: learning rates to begin the search with, ascending.
-        shorter: numbers of steps to run besides, each with its own decay, at the best rate.
+        name: name in the results.
+        make: makes an optax transformation from a schedule and the parameters.
+        rates: learning rates with which the search begins, ascending.
+        shorter: lengths, in steps, of additional runs at the best rate, each with its own decay.
     """
 
     name: str
@@ -47,16 +47,16 @@ class Contender:
 
 @dataclasses.dataclass(frozen=True)
 class Lab:
-    """A comparison: the same task, steps, schedule and clipping for all.
+    """Describe a comparison: the same task, steps, schedule and clipping for all contenders.
 
     Attributes:
-        task: what to train.
+        task: the parameters, batches and loss to train with.
         contenders: the optimizers.
-        metric: the measure of `task.evaluate` that a rate is chosen by.
-        steps: of a run.
-        seeds: of parameters and batches; the rate is chosen on the first.
-        warmup: part of the steps in which the rate rises.
-        end: part of the rate that the cosine ends with.
+        metric: measure of `task.evaluate` by which rates are chosen; lower is better.
+        steps: steps per run.
+        seeds: seeds of parameters and batches. The rate is chosen with the first.
+        warmup: share of the steps in which the rate rises.
+        end: final rate of the cosine as a share of the highest.
         clip: largest global norm of the gradient; 0: no clipping.
     """
 
@@ -80,7 +80,7 @@ class Lab:
 
 @dataclasses.dataclass(frozen=True)
 class FinishedRun:
-    """A finished run: what it was, its final measures and its training loss, a point for CHUNK steps."""
+    """Record a finished run: its settings, final measures, training loss per CHUNK steps, and seconds."""
 
     contender: str
     rate: float
@@ -91,15 +91,15 @@ class FinishedRun:
     seconds: float
 
     def score(self, metric: str) -> float:
-        """The measure; infinite if the run diverged."""
+        """Return the measure, or infinity if the run diverged."""
         value = self.measures[metric]
         return math.inf if value is None else value
 
 
 class Results:
-    """The finished runs of a folder, a line each in `runs.jsonl`, and the rate that each contender was given.
+    """Keep the finished runs of a folder, a line each in `runs.jsonl`, and the best rate of each contender.
 
-    Runs are known by their contender's name: an optimizer that changes needs another name or folder.
+    Runs are found by the contender's name. An optimizer that has changed needs another name or folder.
 
     Raises:
         ConfigError: if the folder holds results of another task or schedule.
@@ -123,24 +123,24 @@ class Results:
         self.rates: dict[str, float] = {}
 
     def find(self, contender: str, rate: float, seed: int, steps: int) -> FinishedRun | None:
-        """The run, if it is finished."""
+        """Find a finished run; None if there is none."""
         wanted = (contender, rate, seed, steps)
         return next((run for run in self.runs if (run.contender, run.rate, run.seed, run.steps) == wanted), None)
 
     def add(self, run: FinishedRun) -> None:
-        """Writes a finished run."""
+        """Add a finished run, and write it to the folder."""
         self.runs.append(run)
         with self.path.open("a") as file:
             file.write(json.dumps(dataclasses.asdict(run)) + "\n")
 
 
 def run_lab(lab: Lab, folder: Path, say: Callable[[str], None] = print) -> Results:
-    """All runs that the comparison asks for and the folder does not have yet.
+    """Run everything of the comparison that is not in the folder yet.
 
     Args:
         lab: the comparison.
-        folder: of its results.
-        say: gets a line for every new run.
+        folder: folder of the results.
+        say: called with a line for every new run.
 
     Raises:
         ConfigError: see `Results`.
@@ -167,7 +167,7 @@ def run_lab(lab: Lab, folder: Path, say: Callable[[str], None] = print) -> Resul
 
 
 def find_best_rate(rates: Sequence[float], score: Callable[[float], float]) -> float:
-    """The rate of lowest score, from a grid widened by factors of two until the best is inside.
+    """Find the rate of lowest score; extend the grid by factors of two until the best rate is inside it.
 
     Raises:
         ConfigError: if no rate is best inside the grid after `WIDEST` rounds of doubling or halving.
@@ -185,7 +185,7 @@ def find_best_rate(rates: Sequence[float], score: Callable[[float], float]) -> f
 
 
 def compile_run(lab: Lab, contender: Contender, steps: int) -> Callable[[float, int], tuple[dict, list]]:
-    """A function of rate and seed that trains from start to end; compiled once for all rates."""
+    """Make a function of rate and seed that trains from start to end; it is compiled once for all rates."""
     shape = trapezoid(1.0, lab.end, round(lab.warmup * steps), round(lab.warmup * steps), steps)
 
     def optimizer(rate: jax.Array, params: Any) -> optax.GradientTransformation:
@@ -221,8 +221,10 @@ def compile_run(lab: Lab, contender: Contender, steps: int) -> Callable[[float, 
 
 
 def _cut(steps: int) -> list[tuple[int, int]]:
+    """Cut a run into parts of at most CHUNK steps: (first step, number of steps)."""
     return [(first, min(CHUNK, steps - first)) for first in range(0, steps, CHUNK)]
 
 
 def _finite(x: Any) -> float | None:
+    """Convert to a float, or to None if not finite, as JSON has no such numbers."""
     return float(x) if math.isfinite(x) else None

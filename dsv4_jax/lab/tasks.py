@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks small enough to tune every optimizer on two cores.
+"""Define tasks that are small enough to tune every optimizer on two cores.
 
-A `Task` is parameters, batches, a loss and an evaluation; nothing of the optimizer is in it.
+A `Task` has parameters, batches, a loss and an evaluation. It does not depend on the optimizer.
 """
 
 import dataclasses
@@ -17,24 +17,24 @@ from dsv4_jax.optim import MatrixSpec, Role
 
 
 class Task(Protocol):
-    """What a lab needs of a task, a frozen dataclass.
+    """Declare what a lab needs of a task, which is a frozen dataclass.
 
-    Its fields are written beside the results, and results with others are refused.
+    The lab writes the fields of the task beside the results, and refuses a folder of results with other fields.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def init(self, seed: int) -> Any:
-        """Parameters, a pytree."""
+        """Make the parameters, a pytree."""
 
     def batches(self, seed: int, first: int, count: int) -> Any:
-        """Arrays of the batches of steps first .. first + count - 1, stacked; the same every time."""
+        """Make the batches of steps `first` to `first + count - 1`, stacked; the same for the same arguments."""
 
     def loss(self, params: Any, batch: Any) -> jax.Array:
-        """Scalar to minimise."""
+        """Compute the scalar to minimise."""
 
     def evaluate(self, params: Any) -> dict[str, jax.Array]:
-        """Final measures by name, lower is better. Called under jit."""
+        """Compute the final measures by name; lower is better. Called under jit."""
 
 
 def _rng(seed: int, step: int) -> np.random.Generator:
@@ -47,19 +47,19 @@ def _normal(rng: np.random.Generator, *shape: int, std: float = 1.0) -> np.ndarr
 
 @dataclasses.dataclass(frozen=True)
 class CharLM:
-    """A small GPT on characters: pre-norm, learned positions, GELU, tied embedding, no biases, no dropout.
+    """Train a small GPT on characters: pre-norm, learned positions, GELU, tied embedding, no biases, no dropout.
 
-    The defaults are the micro recipe; width 128, four layers and batches of 12 give nanoGPT's recipe
-    for CPUs. The last tenth of the text is for validation, of which whole batches are read
-    (704 of 725 rows with the defaults).
+    The defaults are the smallest recipe. Width 128, four layers and batches of 12 give nanoGPT's recipe for
+    CPUs. The last tenth of the text is the validation text. Only its whole batches are read (704 of 725 rows
+    with the defaults).
 
     Attributes:
-        text: a text file; empty: the Python language reference that the interpreter carries.
-        layers: blocks.
-        heads: attention heads of a block.
-        width: of the model.
-        block: context in characters.
-        batch: rows of a step.
+        text: path of a text file; empty: the Python language reference that comes with the interpreter.
+        layers: number of blocks.
+        heads: attention heads per block.
+        width: width of the model.
+        block: context length in characters.
+        batch: rows per step.
     """
 
     text: str = ""
@@ -77,7 +77,7 @@ class CharLM:
         ("proj", Role("matrix", MatrixSpec((1, 2), 3))),
         ("up|down", Role("matrix")),
     )
-    """Queries, keys and values count as whole matrices here; `headwise` splits them."""
+    """Roles with queries, keys and values as one matrix each; in `headwise` each head is a matrix."""
 
     headwise = tuple(
         (pattern, Role("matrix", MatrixSpec(1, 3))) if "qkv" in pattern else (pattern, role) for pattern, role in roles
@@ -96,7 +96,7 @@ class CharLM:
         return ids[:cut].astype(np.int32), ids[cut:].astype(np.int32), len(characters)
 
     def init(self, seed: int) -> Any:
-        """N(0, 0.02), the projections into the residual smaller by the root of their number; norms 1."""
+        """Draw from N(0, 0.02), divided by sqrt(2 layers) for projections into the residual; norm weights are 1."""
         rng, D, L, K = _rng(seed, 0), self.width, self.layers, self.width // self.heads
         small = 0.02 / np.sqrt(2 * L)
         return {
@@ -114,7 +114,7 @@ class CharLM:
         }
 
     def batches(self, seed: int, first: int, count: int) -> np.ndarray:
-        """Rows of block + 1 characters from random places, [count, batch, block + 1]."""
+        """Cut rows of `block` + 1 characters at random places, [count, batch, block + 1]."""
         text = self._ids[0]
         starts = [
             _rng(seed, 1 + step).integers(0, len(text) - self.block, self.batch) for step in range(first, first + count)
@@ -122,7 +122,7 @@ class CharLM:
         return text[np.array(starts)[..., None] + np.arange(self.block + 1)]
 
     def loss(self, params: Any, batch: jax.Array) -> jax.Array:
-        """Mean cross-entropy of the next character, nats."""
+        """Compute the mean cross-entropy of the next character in nats."""
         ids, targets = batch[:, :-1], batch[:, 1:]
         x = params["wte"][ids] + params["wpe"][: ids.shape[1]]
         x = jax.lax.scan(self._layer, x, params["layers"])[0]
@@ -137,7 +137,7 @@ class CharLM:
         return x + jax.nn.gelu(_layer_norm(x, w["norm_2"]) @ w["up"]) @ w["down"], None
 
     def evaluate(self, params: Any) -> dict[str, jax.Array]:
-        """Cross-entropy over the whole batches of the validation text."""
+        """Compute the mean cross-entropy over the whole batches of the validation text, in nats."""
         text = self._ids[1]
         rows = len(text) // self.block - 1
         places = np.arange(rows)[:, None] * self.block + np.arange(self.block + 1)
@@ -153,13 +153,13 @@ def _layer_norm(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class ZipfRegression:
-    """An embedding table fitted to random unit-RMS rows that are looked up with Zipf frequencies.
+    """Fit an embedding table to random rows of root mean square 1 that are looked up with Zipf frequencies.
 
     Attributes:
-        vocab: rows.
-        width: columns.
-        batch: rows of a step.
-        alpha: exponent: the row of rank r is looked up in proportion to r^-alpha.
+        vocab: rows of the table.
+        width: columns of the table.
+        batch: rows looked up per step.
+        alpha: exponent: the row of rank r is looked up with a frequency proportional to r^-alpha.
     """
 
     vocab: int = 4096
@@ -177,19 +177,19 @@ class ZipfRegression:
         return target, frequency / frequency.sum()
 
     def init(self, seed: int) -> Any:
-        """N(0, 0.02)."""
+        """Draw from N(0, 0.02)."""
         return {"table": _normal(_rng(seed, 0), self.vocab, self.width, std=0.02)}
 
     def batches(self, seed: int, first: int, count: int) -> np.ndarray:
-        """Rows that are looked up, [count, batch]."""
+        """Draw the numbers of the rows that are looked up, [count, batch]."""
         draw = lambda step: _rng(seed, 1 + step).choice(self.vocab, self.batch, p=self._tables[1])
         return np.array([draw(step) for step in range(first, first + count)], np.int32)
 
     def loss(self, params: Any, batch: jax.Array) -> jax.Array:
-        """Mean squared error of the rows looked up."""
+        """Compute the mean squared error of the rows that are looked up."""
         return ((params["table"][batch] - jnp.asarray(self._tables[0])[batch]) ** 2).mean()
 
     def evaluate(self, params: Any) -> dict[str, jax.Array]:
-        """Error weighted by frequency, and that of the rarer half of the rows."""
+        """Compute the mean squared error weighted by frequency, and that of the rarer half of the rows."""
         error = ((params["table"] - self._tables[0]) ** 2).mean(-1)
         return {"weighted error": (error * self._tables[1]).sum(), "rare half": error[self.vocab // 2 :].mean()}

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure functions that the model is made of, and their reference forms."""
+"""Compute what the model is made of: pure functions, and short reference forms of the fast ones."""

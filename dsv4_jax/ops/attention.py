@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention core: sliding window, compressed entries and sink under one softmax, in blocks.
+"""Attend to a sliding window, compressed entries and a sink under one softmax, in blocks of queries.
 
 Letters: B rows, S positions, H heads, K head width, M compressed entries, k selected entries, I index
 heads, J index width; within a block T queries and U window keys.
 
 `attend` handles `block` queries at a time and recomputes each block in the backward pass, so memory
-grows linearly with S. `attend_reference` computes the same from whole [S, S] and [S, M] masks and is
-what the tests hold it to. All of it is local to one device, which may have a chunk of the row's
-queries: then it has the window keys left of the chunk too, and all entries.
+grows linearly with S. `attend_reference` computes the same from whole [S, S] and [S, M] masks; the tests
+compare the two. All of it is local to one device. A device that has a chunk of the row's queries needs the
+window keys left of the chunk too, and all entries.
 """
 
 import functools
@@ -29,8 +29,8 @@ from dsv4_jax.ops.indexer import (
     one_of,
 )
 
-# Reading k entries of its own costs a query about as much as this many times k under a shared mask: on
-# CPU gathering wins from 2 on (`benchmarks/attention.py`); accelerators, where a gather is dearer, want more.
+# Gathering k entries for each query costs about as much as attending to this many times k entries under a
+# shared mask. On CPU gathering wins from 2 on (`benchmarks/attention.py`); on accelerators a gather is dearer.
 GATHER_COST = 3
 
 _NOWHERE = 2**30  # a position past every row
@@ -39,14 +39,14 @@ Select = Literal["auto", "masked", "gathered"]
 
 
 class Attended(NamedTuple):
-    """Result of the attention core.
+    """Hold the results of the attention core.
 
     Attributes:
         o_BSHK: outputs; zero where a query sees no key.
-        kl_BS: the indexer's loss of every query, fp32 (zero without an indexer).
-        topk_BSk: entries that the query attends to, -1 for none; None without selection.
-        candidates_BSc: first entries of the blocks in the indexer's pool, -1 for none; None without.
-        recall_BS3: every query's part of `indexer_recall`; None unless asked for.
+        kl_BS: the indexer's loss of each query in nats, fp32; zero without an indexer.
+        topk_BSk: numbers of the entries that each query attends to, -1 for none; None without selection.
+        candidates_BSc: first entry of each block in the indexer's pool, -1 for none; None without a pool.
+        recall_BS3: `indexer_recall` of each query; None unless `index.recall` asks for it.
     """
 
     o_BSHK: jax.Array
@@ -57,7 +57,7 @@ class Attended(NamedTuple):
 
 
 def softmax_with_sink(logits: tuple[jax.Array, ...], sink_H: jax.Array) -> tuple[jax.Array, ...]:
-    """One softmax over all key groups [B, H, T, .]; exp(sink) joins the denominator only.
+    """Compute one softmax over all groups of keys [B, H, T, .]; exp(sink) joins the denominator only.
 
     Masked logits are -inf. A query without keys gets zeros and sends no gradient.
     """
@@ -85,43 +85,48 @@ def attend(
     block: int = 128,
     select: Select = "auto",
 ) -> Attended:
-    """Attention of every query to its window, its compressed entries and the sink (section 2.3).
+    """Attend from each query to its window, its compressed entries and the sink (section 2.3).
 
     Args:
         q_BSHK: queries with RoPE.
-        kv_BSK: shared keys, which are also the values; before those of the queries there may be others
-            [B, before + S, K], up to window - 1.
+        kv_BSK: keys shared by all heads, which are also the values. Up to `window` - 1 keys of earlier
+            positions may precede those of the queries: [B, before + S, K].
         sink_H: sink logits, fp32.
         first_BS: row position of each query's document (`Documents.first_BS`).
         window: positions a query sees, itself included.
         offset: row position of the first query.
-        entries_BMK: compressed entries, keys and values; `at` says where their windows lie.
-        index: the lightning indexer, in layers that have one.
-        topk_BSk: the entries that each query attends to, selected before; -1 for none.
-        near_BS: row position from which each query's window may see, if not its document's first.
+        entries_BMK: compressed entries, both keys and values.
+        at: the entries' windows: row positions and numbers.
+        index: inputs of the lightning indexer, in layers that have one.
+        topk_BSk: numbers of the entries that each query attends to, selected by an earlier layer; -1 for none.
+        near_BS: first row position that each query's window may reach; None: `first_BS`.
         block: queries handled at a time.
-        select: all entries under a mask, or each query's own gathered; auto takes the cheaper.
+        select: "masked" attends to all entries under a mask, "gathered" to the selected ones of each query,
+            gathered; "auto" takes the cheaper.
     """
     B, S, _, K = q_BSHK.shape
     sink_H = varying(sink_H, q_BSHK)  # so that its gradient is added up over devices once, not in every block
+    # Selection: M entries, of which each query attends to k (0: to all that it sees), gathered or under a mask.
     M = 0 if entries_BMK is None else entries_BMK.shape[1]
     if M == 0:
         entries_BMK, at, index, topk_BSk = None, None, None, None
     k = 0 if topk_BSk is None else topk_BSk.shape[2]
     k = k if index is None else min(index.topk, M)
     gathered = 0 < k < M and (select == "gathered" or (select == "auto" and M > GATHER_COST * k))
+    # Sizes in blocks of T positions: the queries, the keys left of them, and how far back a window reaches.
     T = min(block, S)
     n_blocks = -(-S // T)
     before = kv_BSK.shape[1] - S
     n_left = -(-before // T)
-    n_before = min(-(-(window - 1) // T), n_left + n_blocks - 1)  # blocks before its own that a query's window reaches
+    n_before = min(-(-(window - 1) // T), n_left + n_blocks - 1)
 
     def blocks(x: jax.Array, fill: int = 0) -> jax.Array:
-        """[B, S, ...] cut into [blocks, B, T, ...]."""
+        """Cut [B, S, ...] into [blocks, B, T, ...], padded with `fill`."""
         pad = [(0, 0), (0, n_blocks * T - S)] + [(0, 0)] * (x.ndim - 2)
         x = jnp.pad(x, pad, constant_values=fill).reshape(B, n_blocks, T, *x.shape[2:])
         return jnp.moveaxis(x, 1, 0)
 
+    # keys [blocks, B, U, K]: for each block of queries its own keys and those of the n_before blocks before it.
     left = jnp.pad(kv_BSK[:, :before], [(0, 0), (n_before * T - before, 0), (0, 0)])
     left = jnp.moveaxis(left.reshape(B, n_before, T, K), 1, 0)
     kv_blocks = jnp.concatenate([left, blocks(kv_BSK[:, before:])])
@@ -129,6 +134,7 @@ def attend(
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("topk"))
     def one(xs):
+        # Window: query t sees key u of its document if u is one of the last `window` positions up to t.
         b, q_BTHK, kv_BUK, first_BT, near_BT, (index_q, index_w, pool), topk = xs
         t = offset + b * T + jnp.arange(T)
         u = offset + (b - n_before) * T + jnp.arange((n_before + 1) * T)
@@ -145,6 +151,7 @@ def attend(
             o = jnp.einsum("bhtu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)
             return o, varying(jnp.zeros(first_BT.shape), o), None, None, None
 
+        # Entries: visible [B, T, M] are those of the query's document whose window has ended; a pool narrows them.
         allowed = visible = (at.end_BM[:, None] <= t[:, None]) & (at.start_BM[:, None] >= first_BT[..., None])
         score = made = recall = None
         entries, letters = entries_BMK, "bmk"
@@ -155,15 +162,17 @@ def attend(
             elif index.pool:
                 made = candidate_blocks(score, allowed, at, *index.pool)
             topk = best_entries(score, allowed, k) if k else None
-            if index.recall:  # of the attention to all entries, whatever the layer attends to
+            if index.recall:  # measured on the attention to all visible entries, also where the layer selects
                 _, p_all = softmax_with_sink((near, logits("bthk,bmk->bhtm", entries_BMK, visible)), sink_H)
                 recall = indexer_recall(p_all, visible, best_entries(score, allowed, min(index.recall, M)))
+        # The keys of the far part: each query's k entries [B, T, k, K], or all [B, M, K] under a mask.
         if topk is not None and gathered:
             allowed, pick = topk >= 0, jnp.maximum(topk, 0)
             score = None if score is None else jnp.take_along_axis(score, pick, axis=2)
             entries, letters = jax.vmap(lambda e_MK, i_Tk: e_MK[i_Tk])(entries_BMK, pick), "btmk"
         elif topk is not None and k < M:
             allowed = one_of(topk, M)
+        # One softmax over window, entries and sink; the indexer learns from the entries' share of it.
         far = logits(f"bthk,{letters}->bhtm", entries, allowed)
         p, p_far = softmax_with_sink((near, far), sink_H)
         o = jnp.einsum("bhtu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)
@@ -172,9 +181,10 @@ def attend(
         return o, kl, topk, made, recall
 
     def rows(x: jax.Array) -> jax.Array:
-        """[blocks, B, T, ...] back to [B, S, ...]."""
+        """Join [blocks, B, T, ...] to [B, S, ...]."""
         return jnp.moveaxis(x, 0, 1).reshape(B, n_blocks * T, *x.shape[3:])[:, :S]
 
+    # Padded queries have `first` past every position, so they see nothing.
     first = blocks(first_BS, fill=_NOWHERE)
     near = first if near_BS is None else blocks(near_BS, fill=_NOWHERE)
     asked = (None,) * 3 if index is None else jax.tree.map(blocks, (index.q_BSIJ, index.w_BSI, index.candidates_BSc))
@@ -196,7 +206,7 @@ def attend_reference(
     topk_BSk: jax.Array | None = None,
     near_BS: jax.Array | None = None,
 ) -> Attended:
-    """What `attend` computes, from whole masks: quadratic in S, short, the oracle of the tests."""
+    """Compute what `attend` does from whole [S, S] and [S, M] masks: short, quadratic in S, for the tests."""
     B, S, _, K = q_BSHK.shape
     t, s = jnp.arange(S)[:, None], jnp.arange(S)
     keys, kl, topk, made, recall = kv_BSK, jnp.zeros((B, S)), topk_BSk, None, None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences whose positions are split over the `context` axis; all of it inside `shard_map`.
+"""Exchange what attention needs of positions that other devices of the `context` axis hold; inside `shard_map`.
 
-A device holds a chunk of S positions of every row. It takes what lies just left of its chunk from its
-neighbours, makes the compressed entries whose windows end in the chunk, and all entries are then
-gathered in the order of the row. With one device along the axis nothing is exchanged.
+A device holds a chunk of S positions of every row. It receives the positions just left of its chunk from its
+neighbours and makes the compressed entries whose windows end in the chunk. All entries are then gathered in
+the order of the row. With one device along the axis nothing is exchanged.
 """
 
 from typing import Any
@@ -17,28 +17,30 @@ AXIS = "context"
 
 
 def offset(S: int) -> jax.Array | int:
-    """Row position of the first token of this device's chunk of S positions."""
+    """Return the row position of the first token of this device's chunk of S positions."""
     return jax.lax.axis_index(AXIS) * S if jax.lax.axis_size(AXIS) > 1 else 0
 
 
 def chunk(tree: Any, S: int) -> Any:
-    """This device's chunk of tables [B, whole row, ...]."""
+    """Cut this device's chunk of S positions out of tables [B, whole row, ...]."""
     if jax.lax.axis_size(AXIS) == 1:
         return tree
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, offset(S), S, axis=1), tree)
 
 
 def with_left(tree: Any, n: int) -> Any:
-    """Chunks [B, S, ...] after the n positions left of them, or as many as a row can have.
+    """Prepend to chunks [B, S, ...] the `n` positions left of them, at most those of the other devices.
 
-    They come from as many neighbours as they span; left of the row there are zeros.
+    They come from every neighbour that they span. Positions before the row's first are zeros.
     """
     return jax.tree.map(lambda x: _with_left(x, n), tree)
 
 
 def _with_left(x: jax.Array, n: int) -> jax.Array:
+    """Prepend the positions of one array; `ppermute` fills devices that receive nothing with zeros."""
     S, devices = x.shape[1], jax.lax.axis_size(AXIS)
     parts = [x]
+    # The device `hop` places to the left sends the last `width` positions of its chunk.
     for hop in range(1, min(-(-n // S), devices - 1) + 1):
         width = min(S, n - (hop - 1) * S)
         right = [(device, device + hop) for device in range(devices - hop)]
@@ -47,39 +49,47 @@ def _with_left(x: jax.Array, n: int) -> jax.Array:
 
 
 def own_slots(S: int, ratio: int) -> int:
-    """Slots for the windows that end in a chunk of S positions; whole rows have no incomplete one."""
+    """Return the number of slots for the windows that end in a chunk of S positions.
+
+    A chunk may have one window more than it has whole ones, as a window that ends in it may begin left of it.
+    """
     return S // ratio if jax.sharding.get_abstract_mesh().shape[AXIS] == 1 else -(-S // ratio)
 
 
 def own_windows(at: Windows, ratio: int, S: int, before: int) -> tuple[Windows, jax.Array | None]:
-    """The windows that end in this device's chunk, and their numbers in the row: [B, `own_slots`] each.
+    """Take the windows that end in this device's chunk, and their numbers in the row: [B, `own_slots`] each.
 
     Positions count from `before` tokens left of the chunk, as `with_left` returns them. Unused slots
-    have `end` = before + S, as `compress` expects. One device has all windows, and no numbers.
+    have `end` = `before` + S, as `compress` expects. With one device these are all windows, and None for the
+    numbers.
     """
     if jax.lax.axis_size(AXIS) == 1:
         return at, None
-    first, origin = offset(S), offset(S) - before
+    first, origin = offset(S), offset(S) - before  # row positions of the chunk and of what stands left of it
+    # Windows are sorted by their ends, so this device's follow those that end before its chunk.
     number_BM = (at.end_BM < first).sum(1, keepdims=True) + jnp.arange(own_slots(S, ratio))
     start, end, index = (rows_at(x, number_BM) for x in at)
+    # A slot is unused if its window ends in a later chunk or the row has no window of that number.
     used = (number_BM < at.end_BM.shape[1]) & (end < first + S)
     return Windows(start - origin, jnp.where(used, end - origin, before + S), index), number_BM
 
 
 def rows_at(x_BM: jax.Array, number_Bm: jax.Array | None) -> jax.Array:
-    """Slots of a table [B, M, ...] by number, zero where there is no such slot; all without numbers."""
+    """Take the slots of a table [B, M, ...] by number, zeros where M has no such slot; all slots for None."""
     if number_Bm is None:
         return x_BM
     return jax.vmap(lambda x, i: x.at[i].get(mode="fill", fill_value=0))(x_BM, number_Bm)
 
 
 def gather_entries(x_BmK: jax.Array, at: Windows, S: int) -> jax.Array:
-    """All entries [B, M, K] of the rows, in the order of `at`, from what every device made of its own."""
+    """Gather all entries [B, M, K] of the rows, in the order of `at`, from the `m` slots of each device."""
     m, devices = x_BmK.shape[1], jax.lax.axis_size(AXIS)
     if devices == 1:
         return x_BmK
-    everyones = jax.lax.all_gather(x_BmK, AXIS, axis=1, tiled=True)
-    device_BM = at.end_BM // S  # where the window ends; past the last one for unused slots
-    first_BM = jax.vmap(jnp.searchsorted)(at.end_BM, device_BM * S)  # number of that device's first window
+    everyones = jax.lax.all_gather(x_BmK, AXIS, axis=1, tiled=True)  # [B, devices * m, K], with unused slots between
+    # The device in whose chunk a window ends made its entry. Unused slots of the row give a device past the last.
+    device_BM = at.end_BM // S
+    # Its slot there counts from the number of that device's first window.
+    first_BM = jax.vmap(jnp.searchsorted)(at.end_BM, device_BM * S)
     slot_BM = device_BM * m + jnp.arange(at.end_BM.shape[1]) - first_BM
     return rows_at(everyones, jnp.where(device_BM < devices, slot_BM, devices * m))

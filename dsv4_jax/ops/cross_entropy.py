@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-entropy from features and head, without the whole [B, S, V] array of logits."""
+"""Compute the cross-entropy from hidden states and head, without the whole [B, S, V] array of logits."""
 
 import functools
 
@@ -10,14 +10,14 @@ from dsv4_jax.mesh import BATCH, act_spec
 
 
 def head_logits(h: jax.Array, head_DV: jax.Array) -> jax.Array:
-    """Logits of features h [..., D], fp32."""
+    """Compute the logits [..., V] of hidden states h [..., D], fp32."""
     return jnp.einsum("...d,dv->...v", h.astype(jnp.float32), head_DV.astype(jnp.float32), precision="highest")
 
 
 def cross_entropy(h_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array, chunk: int = 1024) -> jax.Array:
-    """Sum of the cross-entropies in nats over all targets that are not negative, a fp32 scalar.
+    """Sum the cross-entropies, in nats, over all targets that are not negative: an fp32 scalar.
 
-    Logits exist for `chunk` positions of a row at a time and are computed again in the backward pass.
+    Logits exist for `chunk` positions of each row at a time and are computed again in the backward pass.
     """
     head_DV = jax.reshard(head_DV, jax.P(None, None))
     targets_BS = jax.reshard(targets_BS, act_spec(2))
@@ -28,6 +28,7 @@ def cross_entropy(h_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array, c
         out_specs=jax.P(BATCH, "context"),
     )
     def local(h_BSD: jax.Array, head_DV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+        # Chunks of C positions: hidden states [B, n, C, D] and targets [B, n, C], -1 in the padding.
         B, S = targets_BS.shape
         C = min(chunk, S)
         n = -(-S // C)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where documents and compression windows lie in packed rows: integer tables, made once per batch.
+"""Find the documents and compression windows of packed rows: integer tables, made once per batch.
 
-A document is a run of equal, non-zero `segment_ids`. Tables are rows of integers [B, ...] that every
-layer shares; all visibility in attention follows from them by comparing row positions.
+A document is a run of equal, non-zero `segment_ids`. All layers share the tables [B, ...]. Attention decides
+by comparing their row positions what each query sees.
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 
 class Documents(NamedTuple):
-    """The documents of a batch of rows.
+    """Locate the document of each position.
 
     Attributes:
-        first_BS: row position of the first token of each token's document; S for padding, which
-            therefore sees nothing and is seen by nothing.
+        first_BS: row position of the first token of each token's document; S for padding, so that
+            padding sees nothing and nothing sees it.
         position_BS: position inside the document; 0 for padding.
         last_BS: whether the token is the last of its document.
     """
@@ -27,14 +27,14 @@ class Documents(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """The compression windows of a batch of rows for one ratio m: M = S // m slots a row.
+    """Locate the compression windows of one ratio m: M = S // m slots per row.
 
-    Windows start at each document's first token; a document's incomplete tail has none. Unused slots
-    come last, with `end` = S.
+    Windows follow one another from each document's first token. The incomplete tail of a document has no
+    window. Unused slots come last, with `end` = S.
 
     Attributes:
         start_BM: row position of the window's first token.
-        end_BM: row position of its last token; a query sees the entry from there on.
+        end_BM: row position of its last token; queries see the entry from this position on.
         index_BM: number of the window inside its document.
     """
 
@@ -44,7 +44,7 @@ class Windows(NamedTuple):
 
 
 def documents(segment_ids: jax.Array) -> Documents:
-    """Tables of `segment_ids` [B, S], where 0 is padding."""
+    """Find the documents of `segment_ids` [B, S], where 0 is padding."""
     B, S = segment_ids.shape
     t = jnp.broadcast_to(jnp.arange(S), (B, S))
     border = jnp.ones((B, 1), bool)
@@ -56,7 +56,7 @@ def documents(segment_ids: jax.Array) -> Documents:
 
 
 def windows(docs: Documents, ratio: int) -> Windows:
-    """Windows of `ratio` tokens of every document (section 2.3)."""
+    """Find the windows of `ratio` tokens of every document (section 2.3)."""
     B, S = docs.first_BS.shape
     real = docs.first_BS < S
     ends = real & (docs.position_BS % ratio == ratio - 1)
@@ -67,24 +67,24 @@ def windows(docs: Documents, ratio: int) -> Windows:
 
 
 def next_ids(ids: jax.Array, docs: Documents) -> jax.Array:
-    """The token after each one of its document [B, S]; after the last comes the document's first."""
+    """Shift `ids` [B, S] to the next token of the same document; the last token gets the document's first."""
     S = ids.shape[1]
     wrapped = jnp.take_along_axis(ids, jnp.minimum(docs.first_BS, S - 1), axis=1)
     return jnp.where(docs.last_BS, wrapped, jnp.roll(ids, -1, axis=1))
 
 
 def compress(kv_BSC: jax.Array, gate_BSC: jax.Array, ape_mC: jax.Array, at: Windows, overlap: bool) -> jax.Array:
-    """Pools every window into one entry: fp32 [B, M, K], before norm and RoPE (section 2.3).
+    """Pool every window into one entry: fp32 [B, M, K], before norm and RoPE (section 2.3).
 
-    Each channel has its own softmax over the slots of its window, with logits gate + ape. With
-    `overlap` (C = 2K, else C = K) the slots are the window's own tokens, in the last K channels, and
-    the tokens of the window before in the same document, in the first K.
+    Each channel has its own softmax over the slots of its window, with logits gate + ape. Without `overlap`
+    C = K and the slots are the window's tokens. With `overlap` C = 2K: the window's own tokens are read in the
+    last K channels, those of the document's window before in the first K.
     """
     m, C = ape_mC.shape
     K = C // 2 if overlap else C
 
     def slots(first_BM: jax.Array, channels: slice, valid_BM: jax.Array):
-        """Values and logits of the m tokens from `first` on, [B, M, m, K]."""
+        """Read values and logits of the m tokens from `first` on, [B, M, m, K]; 0 and -inf if not valid."""
         t = first_BM[..., None] + jnp.arange(m)
         t = jnp.where(valid_BM[..., None], t, kv_BSC.shape[1])  # out of range reads the fill value
 

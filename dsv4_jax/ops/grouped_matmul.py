@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One matrix product per expert over rows sorted by expert, with a gradient that costs the same.
+"""Multiply rows sorted by expert by their experts' matrices, with a gradient that costs the same.
 
-XLA:CPU computes `ragged_dot` as a dense product of every row with every expert; the blocked form here
-does only the products that count (`benchmarks/grouped_matmul.py`). TPU and GPU use `ragged_dot`.
+XLA:CPU computes `ragged_dot` as a dense product of every row with every expert. The blocked form here
+computes only each row's own product (`benchmarks/grouped_matmul.py`). TPU and GPU use `ragged_dot`.
 """
 
 import functools
@@ -26,19 +26,19 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 def grouped_matmul(
     x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl = "auto", shards: Shards = WHOLE
 ) -> jax.Array:
-    """Rows of group g of `x` times `w[g]`; local to one device: under Explicit axes call it in `shard_map`.
+    """Multiply the rows of group g of `x` by `w[g]`. Local to one device: call it inside `shard_map`.
 
     Args:
         x: [N, D], the rows of group 0 first, then those of group 1, ...
-        w: [G, D, F], or the part of it that this device stores; x's type is used, its own may be finer.
-        sizes: int [G], rows of each group; their sum is at most N.
-        impl: which form; auto takes the fast one of the default backend.
-        shards: how `w` is stored.
+        w: [G, D, F], or the part of it that this device stores. It is used in x's type.
+        sizes: int [G], number of rows of each group; their sum is at most N.
+        impl: "blocked" or "ragged"; "auto" takes the faster one of the devices that we trace for.
+        shards: how `w` is stored over the devices.
 
     Returns:
-        [N, F] in x's type, accumulated in fp32; rows past the last group are zero, and send and get
-        no gradient. An empty group's matrix gets a zero gradient. The gradient of `w` is added up in
-        fp32, over rows and devices.
+        [N, F] in x's type, accumulated in fp32. Rows past the last group are zero and have no gradient. The
+        matrix of an empty group gets a zero gradient. The gradient of `w` is summed in fp32, over rows and
+        devices.
     """
     if impl == "auto":
         impl = "blocked" if on_cpu() else "ragged"
@@ -74,8 +74,9 @@ _grouped.defvjp(_forward, _backward)
 
 
 def _block_table(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Cuts every group into blocks of at most BLOCK rows: group, first row and end of each, and count."""
-    most = -(-rows // BLOCK) + sizes.shape[0]  # no more blocks than this, whatever the sizes
+    """Cut every group into blocks of at most BLOCK rows: each block's group, first row and group end; their number."""
+    most = -(-rows // BLOCK) + sizes.shape[0]  # upper bound of the number of blocks, whatever the sizes
+    # Block b belongs to the first group whose blocks, counted from 0, end after b.
     blocks = -(-sizes // BLOCK)
     upto, ends = jnp.cumsum(blocks), jnp.cumsum(sizes)
     group = jnp.searchsorted(upto, jnp.arange(most), side="right")
@@ -85,6 +86,7 @@ def _block_table(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax
 
 
 def _blocked_rows(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Compute the product of `grouped_matmul` block by block."""
     N, F = x.shape[0], w.shape[2]
     group, first, _, count = _block_table(sizes, N)
     x = jnp.pad(x, ((0, BLOCK), (0, 0)))
@@ -92,7 +94,7 @@ def _blocked_rows(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     def step(b: jax.Array, y: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(x, first[b], BLOCK)
         out = jnp.matmul(rows, w[group[b]], preferred_element_type=jnp.float32)
-        # A group's last block runs over into the next group, whose own first block comes later.
+        # A group's last block overwrites rows of the next group, whose own blocks come later.
         return jax.lax.dynamic_update_slice_in_dim(y, out.astype(y.dtype), first[b], axis=0)
 
     y = jax.lax.fori_loop(0, count, step, varying(jnp.zeros((N + BLOCK, F), x.dtype), x, w, sizes))[:N]
@@ -100,7 +102,7 @@ def _blocked_rows(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 def _blocked_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
-    """x^T dy of every group, fp32 [G, D, F]."""
+    """Compute x^T dy of every group, fp32 [G, D, F]."""
     group, first, end, count = _block_table(sizes, x.shape[0])
     x, dy = (jnp.pad(a, ((0, BLOCK), (0, 0))) for a in (x, dy))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images packed one after another: where their patches and cells lie, and attention inside each image.
+"""Locate the patches and cells of images that are packed one after another, and attend inside each image.
 
-Letters: n lines of `image_grids`, P patches, N patches of all devices, C cells (squares of patches that become
-one token), H heads, K head width; within a block T queries and U keys. All of it is local to one device.
+Letters: n lines of `image_grids`, P patches, N patches of all devices, C cells (squares of r x r patches that
+become one token), H heads, K head width; within a block T queries and U keys. All of it is local to one device.
 """
 
 import functools
@@ -14,15 +14,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.mesh import varying
 
-_LOWEST = -1e30  # below every logit, and finite: differences of it are no NaN
+_LOWEST = -1e30  # below every logit, and finite, so that the difference of two is not NaN
 
 
 class Patches(NamedTuple):
-    """Where every patch of a group lies.
+    """Locate every patch of a group of images.
 
     Attributes:
-        row_P, column_P: its place in its image.
-        start_P, end_P: its image has the patches from start to before end; 0 and 0 for padding.
+        row_P, column_P: place of the patch in its image, in patches.
+        start_P, end_P: first patch of its image, and one past its last; 0 and 0 for padding.
     """
 
     row_P: jax.Array
@@ -32,12 +32,12 @@ class Patches(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """Where every cell of a group comes from and goes to.
+    """Map every cell of a group of images from its patches to its token.
 
     Attributes:
-        patch_Crr: its patches, by their row and column in the cell; P where the image has ended.
-        row_C: row of the batch, -1 for padding.
-        position_C: position in that row.
+        patch_Crr: numbers of its patches, by row and column in the cell; P past the edges of the image.
+        row_C: row of the batch that holds its token, -1 for padding.
+        position_C: position of its token in that row.
     """
 
     patch_Crr: jax.Array
@@ -46,6 +46,8 @@ class Cells(NamedTuple):
 
 
 class _Places(NamedTuple):
+    """Give each place its grid (`line`), its row and column there, and whether it is `real`."""
+
     line: jax.Array
     row: jax.Array
     column: jax.Array
@@ -53,9 +55,9 @@ class _Places(NamedTuple):
 
 
 def _places(rows_n: jax.Array, columns_n: jax.Array, size: int) -> _Places:
-    """Grid, row and column of the first `size` places of grids that follow one another in reading order.
+    """Locate the first `size` places of grids of `rows_n` x `columns_n` that follow one another in reading order.
 
-    The last grid must be empty: it stands for what comes after all others.
+    The last grid must be empty: places after all others get its number.
     """
     counts = rows_n * columns_n
     ends = jnp.cumsum(counts)
@@ -66,24 +68,26 @@ def _places(rows_n: jax.Array, columns_n: jax.Array, size: int) -> _Places:
 
 
 def image_tables(grids_n4: jax.Array, n_patches: int, n_cells: int, r: int) -> tuple[Patches, Cells]:
-    """Tables of one group of images (V4.1 section 2.1.1).
+    """Make the tables of one group of images (V4.1 section 2.1.1).
 
     Args:
-        grids_n4: int [n, 4]: row, start position, patch rows and columns of each image; lines without
+        grids_n4: int [n, 4]: row, start position, patch rows and patch columns of each image. Lines without
             patch rows are padding.
-        n_patches: patches of the group, padding included.
-        n_cells: at least as many as its images have; see `max_cells`.
-        r: patches of a cell's side.
+        n_patches: number of patches of the group, padding included.
+        n_cells: length of the table of cells, at least their number; see `max_cells`.
+        r: side of a cell in patches.
     """
     grids = jnp.concatenate([grids_n4, jnp.zeros_like(grids_n4, shape=(1, 4))])
     batch_row, start, rows, columns = jnp.where(grids[:, 2:3] > 0, grids, 0).T
-    first = jnp.cumsum(rows * columns) - rows * columns
+    first = jnp.cumsum(rows * columns) - rows * columns  # first patch of each image
 
+    # Patches: a grid for each image.
     at = _places(rows, columns, n_patches)
     end = jnp.minimum(first + rows * columns, n_patches)
     spans = (jnp.where(at.real, x[at.line], 0) for x in (first, end))
     patches = Patches(at.row, at.column, *spans)
 
+    # Cells: a grid of ceil(rows / r) x ceil(columns / r) for each image; patch [C, r, r] of the cell at (row, column).
     cell_columns = -(-columns // r)
     at = _places(-(-rows // r), cell_columns, n_cells)
     line = at.line[:, None, None]
@@ -97,10 +101,10 @@ def image_tables(grids_n4: jax.Array, n_patches: int, n_cells: int, r: int) -> t
 
 
 def max_cells(n_patches: int, n_images: int, r: int) -> int:
-    """Cells that images of `n_patches` in all can have at most.
+    """Return the largest number of cells that `n_images` images of `n_patches` patches together can have.
 
-    An image of h x w patches has ceil(h / r) ceil(w / r) cells, at most one for each patch, and at most
-    (h w + r - 1) / r: a strip one patch wide has the most.
+    An image of h x w patches has ceil(h / r) ceil(w / r) cells. That is at most h w and at most
+    (h w + r - 1) / r, which a strip one patch wide reaches.
     """
     return min(n_patches, (n_patches + n_images * (r - 1)) // r)
 
@@ -108,11 +112,11 @@ def max_cells(n_patches: int, n_images: int, r: int) -> int:
 def attend_images(
     q_PHK: jax.Array, k_NHK: jax.Array, v_NHK: jax.Array, start_P: jax.Array, end_P: jax.Array, block: int
 ) -> jax.Array:
-    """Attention [P, H, K] of P patches to those of all N from `start` to before `end`; zero if there are none.
+    """Attend from each of P patches to the patches `start` to `end` - 1 of N: [P, H, K], zero if there are none.
 
-    `block` queries meet `block` keys at a time, and only blocks of keys that some query of the block
-    sees, so that the work is that of each image alone and memory grows linearly with P. The backward
-    pass computes the weights again from the logits' normalisers.
+    `block` queries meet `block` keys at a time, and only blocks of keys that some of the queries see. So the
+    work is that of each image alone, and memory grows linearly with P. The backward pass computes the weights
+    again from the logits' normalisers.
     """
     if not len(q_PHK):
         return q_PHK
@@ -128,13 +132,13 @@ def attend_images(
 
 
 def _block_range(start_T: jax.Array, end_T: jax.Array, U: int) -> tuple[jax.Array, jax.Array]:
-    """First and last + 1 block, of U keys each, that a block of queries sees."""
+    """Return the first block of U keys that a block of queries sees, and one past the last."""
     first = jnp.where(start_T < end_T, start_T, jnp.iinfo(start_T.dtype).max).min()
     return first // U, (end_T.max() + U - 1) // U
 
 
 def _logits(q_THK: jax.Array, k_UHK: jax.Array, start_T: jax.Array, end_T: jax.Array, j: jax.Array) -> jax.Array:
-    """Logits [H, T, U] with block j of the keys, -inf for keys of other images."""
+    """Compute the logits [H, T, U] with block j of the keys, -inf for keys of other images."""
     u = j * len(k_UHK) + jnp.arange(len(k_UHK))
     seen_TU = (u >= start_T[:, None]) & (u < end_T[:, None])
     x = jnp.einsum("thk,uhk->htu", q_THK, k_UHK, preferred_element_type=jnp.float32)
@@ -143,7 +147,7 @@ def _logits(q_THK: jax.Array, k_UHK: jax.Array, start_T: jax.Array, end_T: jax.A
 
 @jax.custom_vjp
 def _attend(q_bTHK, k_bUHK, v_bUHK, start_bT, end_bT):
-    """`attend_images` on blocks of queries and blocks of keys."""
+    """Compute `attend_images` on blocks of queries and blocks of keys."""
     return _attend_forward(q_bTHK, k_bUHK, v_bUHK, start_bT, end_bT)[0]
 
 
@@ -153,6 +157,7 @@ def _attend_forward(q_bTHK, k_bUHK, v_bUHK, start_bT, end_bT):
     def one(xs):
         q_THK, start_T, end_T = xs
 
+        # Online softmax: `total` and `o` are sums of exp(logit - top), scaled down whenever `top` rises.
         def step(j, carry):
             top_HT, total_HT, o_HTK = carry
             x_HTU = _logits(q_THK, k_bUHK[j], start_T, end_T, j)
@@ -165,10 +170,11 @@ def _attend_forward(q_bTHK, k_bUHK, v_bUHK, start_bT, end_bT):
         nothing = (jnp.full((H, T), _LOWEST), jnp.zeros((H, T)), jnp.zeros((H, T, K)))
         nothing = tuple(varying(x, q_THK, start_T) for x in nothing)
         top_HT, total_HT, o_HTK = jax.lax.fori_loop(*_block_range(start_T, end_T, U), step, nothing)
-        total_HT = jnp.where(total_HT > 0, total_HT, 1.0)
+        total_HT = jnp.where(total_HT > 0, total_HT, 1.0)  # padding sees no key and gets 0
         return jnp.moveaxis(o_HTK / total_HT[..., None], 0, 1).astype(q_THK.dtype), top_HT + jnp.log(total_HT)
 
     o_bTHK, normaliser_bHT = jax.lax.map(one, (q_bTHK, start_bT, end_bT))
+    # `model.remat = "save_block_outputs"` keeps what has this name: then only the weights are computed again.
     o_bTHK, normaliser_bHT = checkpoint_name((o_bTHK, normaliser_bHT), "product")
     return o_bTHK, (q_bTHK, k_bUHK, v_bUHK, start_bT, end_bT, o_bTHK, normaliser_bHT)
 
@@ -180,11 +186,12 @@ def _attend_backward(residuals, do_bTHK):
 
     def one(carry, xs):
         q_THK, start_T, end_T, o_THK, normaliser_HT, do_THK = xs
-        # sum_u p_u dp_u, which the softmax's gradient subtracts from every dp
+        # sum_u p_u dp_u = do . o, which the gradient of the softmax subtracts from every dp.
         mean_HT = dot("thk,thk->ht", do_THK.astype(jnp.float32), o_THK.astype(jnp.float32))
 
         def step(j, carry):
             dq_THK, dk_bUHK, dv_bUHK = carry
+            # The weights again, then the gradients of weights, logits, queries, keys and values of this pair of blocks.
             k_UHK, v_UHK = k_bUHK[j], v_bUHK[j]
             p_HTU = jnp.exp(_logits(q_THK, k_UHK, start_T, end_T, j) - normaliser_HT[..., None])
             dp_HTU = dot("thk,uhk->htu", do_THK, v_UHK)
@@ -210,7 +217,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 def attend_images_reference(
     q_PHK: jax.Array, k_NHK: jax.Array, v_NHK: jax.Array, start_P: jax.Array, end_P: jax.Array
 ) -> jax.Array:
-    """What `attend_images` computes, from a whole [P, N] mask: the oracle of the tests."""
+    """Compute what `attend_images` does from a whole [P, N] mask, for the tests."""
     n = jnp.arange(len(k_NHK))
     seen_PN = (n >= start_P[:, None]) & (n < end_P[:, None])
     logits = jnp.einsum("phk,nhk->hpn", q_PHK, k_NHK) * q_PHK.shape[-1] ** -0.5

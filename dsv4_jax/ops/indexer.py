@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lightning indexer: scores of compressed entries, its loss, and the selection of a few of them.
+"""Score compressed entries with the lightning indexer, compute its loss, and select a few entries.
 
 Letters: B rows, T queries, M compressed entries, H heads, k selected entries, c candidate blocks,
 I index heads, J index width.
@@ -15,11 +15,17 @@ from dsv4_jax.ops.documents import Windows
 
 
 class Index(NamedTuple):
-    """What the lightning indexer brings: queries, head weights and keys, fp32.
+    """Hold the inputs of the lightning indexer.
 
-    `topk` = 0 attends to every visible entry and still trains the indexer (warm-up). `pool` = (blocks,
-    entries of a block) makes a pool of candidates; `candidates` is one made before, to select from.
-    `recall` > 0 also measures how much of the attention that many picks cover.
+    Attributes:
+        q_BSIJ: queries, fp32.
+        w_BSI: weights of the index heads, fp32.
+        k_BMJ: keys of the entries, fp32.
+        topk: entries to select for each query. 0: attend to every visible entry and still train the
+            indexer (warm-up).
+        pool: (blocks, entries of a block) of the pool of candidates; None: no pool.
+        candidates_BSc: pool made by an earlier layer, to select from; None: make one if `pool` is given.
+        recall: number of picks whose share of the attention is measured; 0: no measurement.
     """
 
     q_BSIJ: jax.Array
@@ -32,17 +38,17 @@ class Index(NamedTuple):
 
 
 def index_scores(q_BTIJ: jax.Array, w_BTI: jax.Array, k_BMJ: jax.Array) -> jax.Array:
-    """Score of every entry for every query, fp32 [B, T, M] (section 2.3.1, lightning indexer)."""
+    """Score every entry for every query, fp32 [B, T, M] (section 2.3.1, lightning indexer)."""
     hit = jax.nn.relu(jnp.einsum("btij,bmj->btim", q_BTIJ, k_BMJ, preferred_element_type=jnp.float32))
     scale = (q_BTIJ.shape[-1] * q_BTIJ.shape[-2]) ** -0.5
     return jnp.einsum("bti,btim->btm", w_BTI * scale, hit)
 
 
 def indexer_loss(p_BHTM: jax.Array, score_BTM: jax.Array, allowed_BTM: jax.Array) -> jax.Array:
-    """KL divergence [B, T] from the attention on the allowed entries to the softmax of the scores.
+    """Compute KL(attention || softmax of the scores) over the allowed entries, in nats [B, T].
 
-    The target is the joint softmax (its denominator has the window and the sink), summed over heads,
-    normalised over the entries and detached.
+    The target is the attention's softmax over window, entries and sink: its part on the entries, summed over
+    heads, normalised and detached.
     """
     target = jax.lax.stop_gradient(p_BHTM).sum(1)
     total = target.sum(-1, keepdims=True)
@@ -54,11 +60,11 @@ def indexer_loss(p_BHTM: jax.Array, score_BTM: jax.Array, allowed_BTM: jax.Array
 
 
 def indexer_recall(p_BHTM: jax.Array, visible_BTM: jax.Array, topk_BTk: jax.Array) -> jax.Array:
-    """How much of the attention the k selected entries cover, fp32 [B, T, 3], to be added up over queries.
+    """Measure the share of the attention that the k selected entries cover, fp32 [B, T, 3], to be summed over queries.
 
-    The share of the attention on all visible entries (a softmax that has them all, summed over heads) that falls
-    on the selected ones; k over the number of visible ones, which is what a choice at random covers; and 1. Zeros
-    where no more than k are visible: there is nothing to choose.
+    The three numbers are the share of the attention on all visible entries (`p_BHTM`, summed over heads) that
+    falls on the selected ones; k over the number of visible entries, the expected share of a random choice; and
+    1, to count queries. All are 0 where at most k entries are visible, as there is nothing to choose.
     """
     mass_BTM, visible = p_BHTM.sum(1), visible_BTM.sum(-1)
     picked = jnp.take_along_axis(mass_BTM, jnp.maximum(topk_BTk, 0), axis=2)
@@ -69,14 +75,14 @@ def indexer_recall(p_BHTM: jax.Array, visible_BTM: jax.Array, topk_BTk: jax.Arra
 
 
 def best_entries(score_BTM: jax.Array, visible_BTM: jax.Array, k: int) -> jax.Array:
-    """The k best visible entries [B, T, k], -1 where fewer are visible; ties go to the lower index."""
+    """Select the k visible entries of highest score [B, T, k], -1 where fewer are visible; ties: the lower number."""
     masked = jnp.where(visible_BTM, jax.lax.stop_gradient(score_BTM), -jnp.inf)
     value, index = jax.lax.top_k(masked, k)
     return checkpoint_name(jnp.where(value > -jnp.inf, index, -1), "topk")
 
 
 def one_of(index_BTk: jax.Array, M: int) -> jax.Array:
-    """The mask [B, T, M] that holds the entries of the given numbers, -1 for none."""
+    """Make the mask [B, T, M] of the entries of the given numbers [B, T, k], -1 for none."""
 
     def row(index_k: jax.Array) -> jax.Array:
         return jnp.zeros(M, bool).at[jnp.where(index_k < 0, M, index_k)].set(True, mode="drop")
@@ -85,14 +91,15 @@ def one_of(index_BTk: jax.Array, M: int) -> jax.Array:
 
 
 def candidate_blocks(score_BTM: jax.Array, visible_BTM: jax.Array, at: Windows, blocks: int, size: int) -> jax.Array:
-    """The pool of a query: its best blocks of entries, each by its first entry [B, T, c], -1 for none.
+    """Select each query's pool, its `blocks` best blocks of entries: their first entries [B, T, c], -1 for none.
 
-    Blocks are `size` neighbours, counted from each document's first entry; a block is as good as its best
-    visible entry, and the one with the newest visible entry is always in (V4.1 section 2.3.2).
+    A block is `size` neighbours, counted from each document's first entry. Its score is that of its best visible
+    entry. The block with the newest visible entry is always selected (V4.1 section 2.3.2).
     """
     M = score_BTM.shape[-1]
     score = jnp.where(visible_BTM, jax.lax.stop_gradient(score_BTM), -jnp.inf)
-    ahead = [(0, 0), (0, 0), (0, size - 1)]  # entries of later documents are not visible
+    # At each entry the best score of it and the size - 1 after it; those of later documents are not visible.
+    ahead = [(0, 0), (0, 0), (0, size - 1)]
     best = jax.lax.reduce_window(score, -jnp.inf, jax.lax.max, (1, 1, size), (1, 1, 1), ahead)
     newest = visible_BTM.sum(-1, keepdims=True) - 1  # number of that entry inside its document
     index = at.index_BM[:, None]
@@ -101,7 +108,11 @@ def candidate_blocks(score_BTM: jax.Array, visible_BTM: jax.Array, at: Windows, 
 
 
 def in_blocks(first_BTc: jax.Array, M: int, size: int) -> jax.Array:
-    """The mask [B, T, M] of the entries of a pool; where a document ends so does its last block."""
+    """Make the mask [B, T, M] of the entries in the blocks that begin at `first_BTc`, -1 for none.
+
+    A document's last block may be cut short. The mask then has entries of the next document, which no query of
+    this one sees.
+    """
     starts = one_of(first_BTc, M)
     behind = [(0, 0), (0, 0), (size - 1, 0)]
     return jax.lax.reduce_window(starts, False, jax.lax.bitwise_or, (1, 1, size), (1, 1, 1), behind)

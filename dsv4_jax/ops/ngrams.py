@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hashes of the n-grams that end at every token: which rows of its tables an Engram reads (V4.1 section 2.4.2).
+"""Hash the n-grams that end at every token to the rows of its tables that an Engram reads (V4.1 section 2.4.2).
 
-The hash is 64-bit arithmetic, done here in pairs of 32-bit numbers, since JAX has no others by default.
+The hash is 64-bit arithmetic. It is done in pairs of 32-bit numbers, as JAX has no 64-bit ones by default.
 Letters: B rows, S positions, L Engram layers, G look-back (n-grams of 2 to G tokens), H tables of each
 length, C = (G - 1) H tables of a layer, by length and then by head.
 """
@@ -22,12 +22,12 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 class Hashing(NamedTuple):
-    """The constants of all layers' hashes.
+    """Hold the constants of all layers' hashes.
 
     Attributes:
         multipliers_LG: odd factor of the token k places back, uint64.
-        primes_LC: rows of every table, int32.
-        offsets_LC: first row of every table in its layer's, int32.
+        primes_LC: number of rows of every table, int32.
+        offsets_LC: first row of every table among the rows of its layer, int32.
     """
 
     multipliers_LG: np.ndarray
@@ -36,20 +36,22 @@ class Hashing(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Rows of each layer's tables together."""
+        """Number of rows of each layer's tables together."""
         return tuple(int(row.sum(dtype=np.int64)) for row in self.primes_LC)
 
 
 @functools.cache
 def hashing(layers: tuple[int, ...], longest: int, heads: int, start: int, vocab: int) -> Hashing:
-    """Constants for Engrams before the given layers.
+    """Make the constants of the Engrams before the given layers.
 
     Args:
         layers: numbers of the layers, which seed their multipliers.
-        longest: tokens of the longest n-gram, G.
-        heads: tables of each length, H.
-        start: every table has the next unused prime from here on as its number of rows.
-        vocab: token numbers are below this; products of a number and a multiplier are below 2^63.
+        longest: length of the longest n-gram in tokens, G.
+        heads: number of tables for each length, H.
+        start: lower bound of the table sizes. Each table takes the next unused prime >= `start` as its number
+            of rows.
+        vocab: bound of the token numbers. Multipliers are chosen so that their products with token numbers stay
+            below 2^63.
 
     Raises:
         ConfigError: if a layer's rows cannot be counted in int32.
@@ -57,8 +59,8 @@ def hashing(layers: tuple[int, ...], longest: int, heads: int, start: int, vocab
     bound = max(1, (2**63 - 1) // vocab // 2)
     draws = [np.random.default_rng(10007 * layer).integers(0, bound, longest) for layer in layers]
     columns = (longest - 1) * heads
-    found = itertools.islice(filter(_is_prime, itertools.count(start)), len(layers) * columns)
-    primes = np.array(list(found), np.int64).reshape(len(layers), columns)
+    unused = itertools.islice(filter(_is_prime, itertools.count(start)), len(layers) * columns)
+    primes = np.array(list(unused), np.int64).reshape(len(layers), columns)
     ends = np.cumsum(primes, axis=1)
     if ends.max() >= 2**31:
         raise ConfigError(
@@ -76,16 +78,17 @@ def _is_prime(n: int) -> bool:
 def ngram_rows(
     at: Hashing, numbers_BS: jax.Array, pad: jax.Array | int, live_BS: jax.Array, docs: Documents
 ) -> jax.Array:
-    """Rows that every token's n-grams have in the layers' tables, int32 [B, S, L, C]. Rows are whole.
+    """Hash every token's n-grams to rows of the layers' tables, int32 [B, S, L, C]. Batch rows are not split.
 
     Args:
-        at: constants.
+        at: constants of the hashes.
         numbers_BS: the tokens' numbers, int32, from the token map.
-        pad: number that stands for a token that is not there.
-        live_BS: whether the token is text. Looking back ends at the first token that is not, which
-            counts as not there, and at the start of the document.
-        docs: document borders.
+        pad: number that replaces a missing token.
+        live_BS: whether the token is text. Tokens before the document's start are missing, and so are the
+            nearest token that is not text and all before it.
+        docs: tables of the documents.
     """
+    # After step k, `hashed` is the xor of number times multiplier of the token and the k tokens before it.
     live, rows = live_BS, []
     hashed: Pair | None = None
     for k in range(at.multipliers_LG.shape[1]):
@@ -93,6 +96,7 @@ def ngram_rows(
         t_BS = jnp.where(live, jnp.roll(numbers_BS, k, axis=1), pad)
         term = multiply(t_BS[..., None].astype(jnp.uint32), at.multipliers_LG[:, k])
         hashed = term if hashed is None else (hashed[0] ^ term[0], hashed[1] ^ term[1])
+        # An n-gram of k + 1 tokens has H tables: its row in each is the hash modulo the table's prime.
         if k:
             H = at.primes_LC.shape[1] // (at.multipliers_LG.shape[1] - 1)
             columns = slice((k - 1) * H, k * H)
@@ -103,8 +107,9 @@ def ngram_rows(
 
 
 def multiply(x: jax.Array, m: np.ndarray) -> Pair:
-    """x m modulo 2^64 as its (high, low) 32 bits; x uint32, m uint64, which broadcast."""
+    """Multiply x (uint32) by m (uint64) modulo 2^64; return the (high, low) 32 bits. The two broadcast."""
     m_high, m_low = (m >> np.uint64(32)).astype(np.uint32), m.astype(np.uint32)
+    # The low 32 x 32 bits of the product by halves of 16 bits, so that no partial product overflows.
     x1, x0 = x >> 16, x & 0xFFFF
     m1, m0 = m_low >> 16, m_low & 0xFFFF
     a, b = x1 * m0, x0 * m1
@@ -113,9 +118,9 @@ def multiply(x: jax.Array, m: np.ndarray) -> Pair:
 
 
 def remainder(pair: Pair, p: np.ndarray) -> jax.Array:
-    """(2^32 high + low) mod p, uint32; p int32 above 0, which broadcasts with the halves.
+    """Compute (2^32 high + low) mod p, uint32, for p > 0 (int32), which broadcasts with the halves.
 
-    Long division, as many bits at a time as fit in 32 beside a remainder.
+    By long division. Each step brings down as many bits of `low` as fit into 32 together with a remainder.
     """
     high, low = pair
     digit, left = 32 - int(p.max()).bit_length(), 32

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that every device stores a part of (ZeRO-3), used whole inside `shard_map`."""
+"""Gather parameters of which every device stores a part (ZeRO-3), and reduce their gradients; in `shard_map`."""
 
 import dataclasses
 from typing import Literal
@@ -12,13 +12,13 @@ Reduction = Literal["float32", "bfloat16"]
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How a parameter lies over the devices and how its gradients are added up over them.
+    """Describe how a parameter is split over devices and how its gradients are summed over them.
 
     Attributes:
         axis: the parameter's axis that is split.
-        over: the mesh axes that it is split over; none if all devices have all of it.
-        reduction: type in which partial gradients travel over them. bfloat16 rounds them
-            stochastically and adds them up in fp32 where they arrive (section 3.4.1).
+        over: mesh axes over which it is split; empty if every device stores all of it.
+        reduction: type in which partial gradients are sent. bfloat16 rounds them stochastically and sums
+            them in fp32 where they arrive (section 3.4.1).
     """
 
     axis: int = 0
@@ -26,18 +26,19 @@ class Shards:
     reduction: Reduction = "float32"
 
     def whole(self, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """All of the parameter, from the part that this device stores."""
+        """Gather the whole parameter, in `dtype`, from the part `w` that this device stores."""
         w = w.astype(dtype)
         return jax.lax.all_gather(w, self.over, axis=self.axis, tiled=True) if self.over else w
 
     def total(self, dw: jax.Array, w: jax.Array) -> jax.Array:
-        """The gradient of the stored part `w` from this device's share `dw`, fp32, of the whole's."""
+        """Sum the devices' gradients `dw` of the whole parameter, fp32; return that of the stored part `w`."""
         if self.over and self.reduction == "bfloat16":
             parts = jnp.stack(jnp.split(dw, jax.lax.axis_size(self.over), self.axis))
             received = jax.lax.all_to_all(stochastic_bfloat16(parts), self.over, 0, 0)
             dw = received.astype(jnp.float32).sum(0)
         elif self.over:
             dw = jax.lax.psum_scatter(dw, self.over, scatter_dimension=self.axis, tiled=True)
+        # Devices that store the same part but computed with other rows each have a part of its gradient.
         differs = lambda a: jax.typeof(a).manual_axis_type.varying
         return jax.lax.psum(dw, tuple(sorted(differs(dw) - differs(w))))
 
@@ -46,10 +47,11 @@ WHOLE = Shards()
 
 
 def stochastic_bfloat16(x: jax.Array) -> jax.Array:
-    """x in bfloat16, up or down at random so that its mean is x; fp32 in.
+    """Round x (fp32) to bfloat16, up or down at random, so that the expected result is x.
 
-    The draws follow from x itself: a step that is repeated rounds in the same way.
+    The seed is made of x itself, so that a repeated step rounds in the same way.
     """
+    # Noise in the 16 bits that bfloat16 drops carries into the kept ones in proportion to what is dropped.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     noise = jax.random.bits(jax.random.key(bits.sum(dtype=jnp.uint32)), x.shape, jnp.uint16)
     up = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers as optax transformations, for any pytree of parameters, on any mesh.
+"""Make optimizers as optax transformations, for any pytree of parameters, on any mesh.
 
-Nothing here needs the model. `docs/optimizers.md` shows each on parameters that are not ours.
+Nothing here imports the model. `docs/optimizers.md` shows each optimizer on parameters of other models.
 """
 
 from dsv4_jax.optim import schedules

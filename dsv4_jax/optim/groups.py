@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameter groups: which rule moves which tensor, with its decay and its factor on the learning rate.
+"""Give every tensor an update rule, its weight decay and its factor on the learning rate.
 
-A tensor has a `Role`: our model declares one with every parameter, and for other trees ordered path
-rules give it. A table maps roles to a `Group` for each leaf, and `grouped` makes the optimizer.
+Every tensor has a `Role`. Our model declares one with each parameter; for other trees an ordered list of path
+patterns assigns them. `v4_groups` and `v41_groups` map the roles to a `Group` for each leaf, and `grouped` makes
+the optimizer.
 """
 
 import collections
@@ -24,15 +25,15 @@ from dsv4_jax.optim.trees import steady
 
 
 class Group(NamedTuple):
-    """How a leaf is updated: W <- W (1 - lr factor decay) - lr factor direction.
+    """Configure the update of a leaf: W <- W (1 - lr factor decay) - lr factor direction.
 
     Attributes:
-        rule: "muon", "sinkhorn", "adamw", "frozen" for no change and no state, or "custom" for what an optimizer
-            of the caller's moves (not for `grouped`).
+        rule: "muon", "sinkhorn" or "adamw"; "frozen": no change and no state; "custom": updated by the caller's
+            own optimizer (refused by `grouped`).
         decay: weight decay.
-        factor: on the learning rate, a number or a schedule.
-        matrix: of Muon.
-        rows: of the Sinkhorn-balanced update.
+        factor: multiplies the learning rate; a number or a schedule.
+        matrix: axes of the matrices that Muon orthogonalises.
+        rows: axis of a table that is looked up, for the Sinkhorn-balanced update.
     """
 
     rule: Literal["muon", "sinkhorn", "adamw", "frozen", "custom"]
@@ -46,15 +47,16 @@ Rules = Sequence[tuple[str, Role]]
 
 
 def find_roles(params: Any, rules: Rules | None = None) -> list[tuple[str, Role]]:
-    """Path and role of every leaf, in the order of `jax.tree.leaves`.
+    """Find the path and role of every leaf, in the order of `jax.tree.leaves`.
 
     Args:
         params: a pytree. Leaves declare their role as an attribute `role`, as the model's variables
             do, or get it from `rules`.
-        rules: (regular expression, role); the first that is found in the path, written `a.0.b`, counts.
+        rules: pairs (regular expression, role). A leaf takes the first whose expression is found in its path,
+            written `a.0.b`.
 
     Raises:
-        ValueError: for a leaf without a role, or a rule that is no leaf's first.
+        ValueError: for a leaf without a role, or a rule that no leaf takes.
     """
     declares = lambda x: hasattr(x, "role")
     leaves = jax.tree.leaves_with_path(params, is_leaf=declares)
@@ -79,16 +81,16 @@ def _some(names: Sequence[str]) -> str:
 
 
 def v4_groups(params: Any, rules: Rules | None = None, *, frozen: str | None = None, weight_decay: float = 0.1) -> Any:
-    """The table of V4 (section 2.4): a tree of `Group` like `params`.
+    """Make the groups of V4 (section 2.4): a tree of `Group` like `params`.
 
-    Muon for all matrices, AdamW for the rest, all with weight decay. Queries count as one matrix. The
-    report does not say how it decays biases and gates; it names one AdamW and exempts nothing.
+    Muon for all matrices, AdamW for the rest, all with weight decay. The queries of all heads are one matrix. The
+    report does not mention the decay of biases and gates; it names one AdamW without exceptions.
 
     Args:
         params: see `find_roles`.
-        rules: for trees that do not declare roles.
-        frozen: regular expression of paths that stay as they are.
-        weight_decay: of all leaves.
+        rules: roles of trees that do not declare them; see `find_roles`.
+        frozen: regular expression of the paths of leaves that are not updated.
+        weight_decay: weight decay of all leaves.
 
     Raises:
         ValueError: see `find_roles`; or if nothing matches `frozen`.
@@ -111,7 +113,7 @@ def v41_groups(
     engram_factor: float = 5.0,
     vision_factor: float | optax.Schedule = 0.1,
 ) -> Any:
-    """The table of V4.1 (section 2.5): a tree of `Group` like `params`.
+    """Make the groups of V4.1 (section 2.5): a tree of `Group` like `params`.
 
     | role | rule | decays |
     |---|---|---|
@@ -122,13 +124,13 @@ def v41_groups(
 
     Args:
         params: see `find_roles`.
-        rules: for trees that do not declare roles.
-        frozen: regular expression of paths that stay as they are: the vision tower, until the learning
-            rate decays.
-        weight_decay: of matrices and norm weights; tables and vectors have none.
-        engram_factor: on the learning rate of Engram's table and matrices.
-        vision_factor: on the learning rate of the vision tower: smaller than 1, says the report; the
-            number is our choice.
+        rules: roles of trees that do not declare them; see `find_roles`.
+        frozen: regular expression of the paths of leaves that are not updated: the vision tower, until the
+            learning rate decays.
+        weight_decay: weight decay of matrices and norm weights; tables and vectors have none.
+        engram_factor: multiplies the learning rate of Engram's table and matrices.
+        vision_factor: multiplies the learning rate of the vision tower. The report gives only that it is
+            smaller than 1; the number is our choice.
 
     Raises:
         ValueError: see `find_roles`; or if nothing matches `frozen`.
@@ -150,28 +152,29 @@ def v41_groups(
 def adamw_groups(
     params: Any, rules: Rules | None = None, *, frozen: str | None = None, weight_decay: float = 0.1
 ) -> Any:
-    """AdamW for every leaf, the baseline: a tree of `Group` like `params`; see `v4_groups`."""
+    """Make groups with AdamW for every leaf, the baseline: a tree of `Group` like `params`; see `v4_groups`."""
     return _groups(params, rules, frozen, lambda role: Group("adamw", weight_decay))
 
 
 def custom_groups(params: Any, *, frozen: str | None = None) -> Any:
-    """Group of every leaf for descriptions and metrics, where an optimizer of the caller's moves all but `frozen`."""
+    """Make the groups that descriptions and metrics show where the caller's optimizer updates all but `frozen`."""
     return _groups(params, None, frozen, lambda role: Group("custom"))
 
 
 def _groups(params: Any, rules: Rules | None, frozen: str | None, group: Callable[[Role], Group]) -> Any:
-    found = find_roles(params, rules)
-    stays = [frozen is not None and re.search(frozen, path) is not None for path, _ in found]
+    """Map the role of every leaf to its group, and check that the group fits the leaf's shape."""
+    roles = find_roles(params, rules)
+    stays = [frozen is not None and re.search(frozen, path) is not None for path, _ in roles]
     if frozen is not None and not any(stays):
-        raise ValueError(f"frozen = {frozen!r} matches no path, such as {_some([path for path, _ in found])}")
-    groups = [Group("frozen") if stay else group(role) for stay, (_, role) in zip(stays, found, strict=True)]
-    for (path, role), group_, x in zip(found, groups, jax.tree.leaves(params), strict=True):
+        raise ValueError(f"frozen = {frozen!r} matches no path, such as {_some([path for path, _ in roles])}")
+    groups = [Group("frozen") if stay else group(role) for stay, (_, role) in zip(stays, roles, strict=True)]
+    for (path, role), group_, x in zip(roles, groups, jax.tree.leaves(params), strict=True):
         _check_shape(path, role, group_, x.shape)
     return jax.tree.structure(params).unflatten(groups)
 
 
 def _check_shape(path: str, role: Role, group: Group, shape: tuple[int, ...]) -> None:
-    """Refuse a leaf that its rule could not update, by name and before any step."""
+    """Refuse, by name and before any step, a leaf that its rule cannot update."""
     problem = ""
     if group.rule == "muon":
         try:
@@ -204,27 +207,28 @@ def grouped(
     b2: float = 0.95,
     eps: float = 1e-20,
 ) -> optax.GradientTransformation:
-    """One optimizer for a tree whose leaves belong to groups.
+    """Make one optimizer for a tree whose leaves belong to groups.
 
     Args:
         learning_rate: a number or a schedule, before the groups' factors.
         groups: a tree of `Group` like the parameters.
-        momentum: of Muon and of the Sinkhorn-balanced update.
+        momentum: decay of the momentum of Muon and of the Sinkhorn-balanced update.
         momentum_dtype: type of that momentum; None: that of the parameters.
-        rms: root mean square of both updates.
-        coefficients: of Muon, as the following three; see `newton_schulz`.
-        precision: of its products.
-        gram: whether it iterates on Gram matrices where that is cheaper.
-        batch_size: matrices that it iterates at a time.
-        tau: of the Sinkhorn-balanced update, as the following; see `scale_by_sinkhorn`.
-        iterations: its K.
-        b1: of AdamW, as the following two; not Nesterov's form.
-        b2: decay of its second moment.
-        eps: added to the root of its second moment.
+        rms: root mean square of the updates of Muon and of the Sinkhorn-balanced update.
+        coefficients: Muon: steps of the iteration; see `newton_schulz`, also for the following three.
+        precision: Muon: precision of the matrix products.
+        gram: Muon: iterate on Gram matrices where that is cheaper.
+        batch_size: Muon: matrices iterated at a time.
+        tau: Sinkhorn-balanced update: threshold of the rows that move; see `scale_by_sinkhorn`.
+        iterations: Sinkhorn-balanced update: number of normalisations, K.
+        b1: AdamW: decay of the first moment; without Nesterov's form.
+        b2: AdamW: decay of the second moment.
+        eps: AdamW: added to the root of the second moment.
 
-    AdamW's count is one for all leaves, and so is its bias correction: a leaf that a later stage begins to train
-    starts with moments of 0 and is corrected as if it had been trained from the start. Its first step is
-    (1 - b1) / sqrt(1 - b2) learning rates, 0.45 at the defaults (3.2 at b2 = 0.999), where that of a new run is 1.
+    AdamW counts steps for all leaves together, and corrects the bias of their moments by that count. A leaf that
+    a later stage begins to train starts with moments of 0 but is corrected as if it had been trained from the
+    start. Its first step is (1 - b1) / sqrt(1 - b2) learning rates, 0.45 at the defaults (3.2 at b2 = 0.999); in
+    a new run it is 1.
     """
     leaves = group_leaves(groups)
     labels = _like(groups, [group.rule for group in leaves])
@@ -252,26 +256,29 @@ def grouped(
 
 
 def _least_square(b2: float) -> float:
-    """Return the mean square below which (1 - b2) g^2 is no normal fp32 number and is rounded to 0.
+    """Return the mean square g^2 below which (1 - b2) g^2 is no normal fp32 number and is rounded to 0.
 
-    Added under AdamW's root, it stands for what the second moment lost. Without it a gradient of 1e-19 makes a step
-    of 10 learning rates at eps = 1e-20, since only eps is left to divide by. It changes the steps of gradients of
-    1e-17 by 0.1 % and of 1e-15 by nothing that fp32 holds. The state keeps its layout.
+    Added under AdamW's root, it replaces what the second moment lost to rounding. Without it a gradient of 1e-19
+    makes a step of 10 learning rates at eps = 1e-20, since only eps is left to divide by. With it steps are at most
+    about those of exact arithmetic. It changes the steps of gradients of 1e-17 by 0.1 %, and of 1e-15 by less than fp32
+    resolves. Exact steps below that need a state with other numbers in it (roots of the second moment, or moments
+    of scaled gradients), which could not continue from a checkpoint of this one.
     """
     return float(jnp.finfo(jnp.float32).tiny) / (1 - b2)
 
 
 def group_leaves(groups: Any) -> list[Group]:
-    """The groups of a tree, in the order of its leaves."""
+    """List the groups of a tree, in the order of its leaves."""
     return jax.tree.leaves(groups, is_leaf=lambda x: isinstance(x, Group))
 
 
 def _like(groups: Any, values: Sequence[Any]) -> Any:
+    """Arrange a value for each group as a tree like `groups`."""
     return jax.tree.structure(groups, is_leaf=lambda x: isinstance(x, Group)).unflatten(values)
 
 
 def _scale_by_group(learning_rate: optax.ScalarOrSchedule, groups: Sequence[Group]) -> optax.GradientTransformation:
-    """-lr factor (update + decay parameter); the state counts steps, for the schedules."""
+    """Compute -lr factor (update + decay parameter); the state counts steps, for the schedules."""
 
     def init(params: optax.Params) -> optax.ScaleByScheduleState:
         del params
@@ -280,10 +287,10 @@ def _scale_by_group(learning_rate: optax.ScalarOrSchedule, groups: Sequence[Grou
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
         if params is None:
             raise ValueError("weight decay needs the parameters: call update(updates, state, params)")
-        at = lambda value: value(state.count) if callable(value) else value
-        rate, leaves, treedef = at(learning_rate), *jax.tree.flatten(updates)
+        now = lambda value: value(state.count) if callable(value) else value
+        rate, leaves, treedef = now(learning_rate), *jax.tree.flatten(updates)
         scaled = [
-            (-(rate * at(g.factor)) * (u + g.decay * p if g.decay else u)).astype(u.dtype)
+            (-(rate * now(g.factor)) * (u + g.decay * p if g.decay else u)).astype(u.dtype)
             for u, p, g in zip(leaves, jax.tree.leaves(params), groups, strict=True)
         ]
         return treedef.unflatten(scaled), optax.ScaleByScheduleState(optax.safe_increment(state.count))
@@ -300,15 +307,15 @@ def deepseek_v4(
     weight_decay: float = 0.1,
     **settings: Any,
 ) -> optax.GradientTransformation:
-    """V4's optimizer: `grouped` with `v4_groups`.
+    """Make V4's optimizer: `grouped` with `v4_groups`.
 
     Args:
         learning_rate: a number or a schedule.
-        params: the parameters or their shapes; see `v4_groups`, as the following three.
-        rules: for trees that do not declare roles.
-        frozen: paths that stay as they are.
-        weight_decay: of all leaves.
-        settings: see `grouped`.
+        params: the parameters or their shapes; see `v4_groups`, also for the following three.
+        rules: roles of trees that do not declare them.
+        frozen: regular expression of the paths of leaves that are not updated.
+        weight_decay: weight decay of all leaves.
+        settings: other arguments of `grouped`.
     """
     groups = v4_groups(params, rules, frozen=frozen, weight_decay=weight_decay)
     return grouped(learning_rate, groups, **settings)
@@ -325,17 +332,17 @@ def deepseek_v41(
     vision_factor: float | optax.Schedule = 0.1,
     **settings: Any,
 ) -> optax.GradientTransformation:
-    """V4.1's optimizer: `grouped` with `v41_groups`.
+    """Make V4.1's optimizer: `grouped` with `v41_groups`.
 
     Args:
         learning_rate: a number or a schedule.
-        params: the parameters or their shapes; see `v41_groups`, as the following five.
-        rules: for trees that do not declare roles.
-        frozen: paths that stay as they are.
-        weight_decay: of matrices and norm weights.
-        engram_factor: on the learning rate of Engram.
-        vision_factor: on the learning rate of the vision tower.
-        settings: see `grouped`.
+        params: the parameters or their shapes; see `v41_groups`, also for the following five.
+        rules: roles of trees that do not declare them.
+        frozen: regular expression of the paths of leaves that are not updated.
+        weight_decay: weight decay of matrices and norm weights.
+        engram_factor: multiplies the learning rate of Engram.
+        vision_factor: multiplies the learning rate of the vision tower.
+        settings: other arguments of `grouped`.
     """
     groups = v41_groups(
         params,
@@ -349,10 +356,10 @@ def deepseek_v41(
 
 
 def describe(params: Any, groups: Any, rms: float = 0.18) -> str:
-    """A table with a line a leaf: path, shape, rule, matrices, decay, factor and expected update.
+    """Print a line for each leaf: path, shape, rule, matrices, decay, factor and expected update.
 
-    The update is the root mean square, over the learning rate and before decay, of the first step of a
-    gradient of full rank (of the rows that move, in a table).
+    The update is the root mean square of the first step, before decay and divided by the learning rate, of a
+    gradient of full rank; in a table, of the rows that move.
     """
     lines = [("parameter", "shape", "rule", "matrices", "decay", "factor", "update")]
     leaves = jax.tree.leaves_with_path(params, is_leaf=lambda x: hasattr(x, "role"))
@@ -377,5 +384,5 @@ def describe(params: Any, groups: Any, rms: float = 0.18) -> str:
 
 
 def block_count(group: Group, shape: tuple[int, ...]) -> collections.Counter[tuple[int, int]]:
-    """How many matrices of each shape the group finds in a leaf of `shape`; none outside of Muon."""
+    """Count the matrices of each shape that Muon finds in a leaf of `shape`; none for other rules."""
     return collections.Counter(block_shapes(group.matrix, shape) if group.rule == "muon" else ())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon (section 2.4 of the V4 report): momentum, then the orthogonal factor of every matrix.
+"""Update with Muon (section 2.4 of the V4 report): momentum, then the orthogonal factor of every matrix.
 
 Head-wise Muon (section 2.5 of the V4.1 report) is the same with another `MatrixSpec`.
 """
@@ -28,18 +28,18 @@ def scale_by_orthogonal(
     gram: bool = False,
     batch_size: int | None = None,
 ) -> optax.GradientTransformation:
-    """Replaces every matrix by its orthogonal factor times rms * sqrt(max(rows, columns)).
+    """Replace every matrix by its orthogonal factor times rms * sqrt(max(rows, columns)). There is no state.
 
-    A matrix of full rank then has entries of root mean square `rms`, one of rank r of
-    rms * sqrt(r / min(rows, columns)). There is no state.
+    The entries of the result have root mean square `rms` for a matrix of full rank, and
+    rms * sqrt(r / min(rows, columns)) for one of rank r.
 
     Args:
         matrices: one spec for all leaves, or a tree of specs, or a function from updates to such a
-            tree. `optax.contrib.MuonDimensionNumbers` are specs too. The default takes the last two
-            axes of every leaf for a matrix and the others for stacks.
+            tree. `optax.contrib.MuonDimensionNumbers` are specs too. By default the last two axes of every
+            leaf make a matrix and the others stack matrices.
         rms: root mean square of a full-rank update.
-        coefficients: see `newton_schulz`, as the following.
-        precision: of the products.
+        coefficients: steps of the iteration; see `newton_schulz`, also for the following arguments.
+        precision: precision of the matrix products.
         gram: iterate on Gram matrices where that is cheaper.
         batch_size: matrices iterated at a time on a device.
 
@@ -90,16 +90,16 @@ def scale_by_muon(
     gram: bool = False,
     batch_size: int | None = None,
 ) -> optax.GradientTransformation:
-    """Nesterov momentum, then `scale_by_orthogonal`.
+    """Apply Nesterov momentum, then `scale_by_orthogonal`.
 
-    M <- momentum M + G, and the orthogonal factor of momentum M + G. The V4.1 report writes both sums
-    with a factor 1 - momentum, which the factor does not see. The state is M alone.
+    M <- momentum M + G, then the orthogonal factor of momentum M + G. The V4.1 report multiplies G by
+    1 - momentum in both sums, which changes no orthogonal factor. The state is M alone.
 
     Args:
-        matrices: see `scale_by_orthogonal`, as all that is not named here.
+        matrices: see `scale_by_orthogonal`, also for the arguments not listed here.
         momentum: decay of M.
-        nesterov: whether G is added once more.
-        momentum_dtype: type in which M is kept; None: that of the parameters.
+        nesterov: add G once more; otherwise the orthogonal factor is that of M.
+        momentum_dtype: type in which M is stored; None: that of the parameters.
     """
     direction = scale_by_orthogonal(
         matrices, rms=rms, coefficients=coefficients, precision=precision, gram=gram, batch_size=batch_size
@@ -122,19 +122,18 @@ def muon(
     gram: bool = False,
     batch_size: int | None = None,
 ) -> optax.GradientTransformation:
-    """Muon for leaves that are all matrices: W <- W (1 - lr decay) - lr update.
+    """Update leaves that are all matrices with Muon: W <- W (1 - lr decay) - lr update.
 
-    For a whole model see `deepseek_v4` and `grouped`, or give the other leaves to another optimizer
-    with `optax.partition`. The rates of AdamW carry over, as the update has the root mean square of
-    one of AdamW's.
+    For a whole model see `deepseek_v4` and `grouped`, or give the other leaves to another optimizer with
+    `optax.partition`. Learning rates of AdamW carry over, as the updates have the same root mean square.
 
     Args:
         learning_rate: a number or a schedule.
-        matrices: see `scale_by_orthogonal`, as all that is not named here.
-        weight_decay: decoupled, times the learning rate and nothing else.
+        matrices: see `scale_by_orthogonal`, also for the arguments not listed here.
+        weight_decay: decoupled weight decay; it is multiplied by the learning rate only.
         mask: which leaves decay, as in `optax.add_decayed_weights`.
-        momentum: see `scale_by_muon`, as the following two.
-        nesterov: whether the gradient is added once more.
+        momentum: decay of the momentum; see `scale_by_muon`, also for the following two.
+        nesterov: add the gradient once more.
         momentum_dtype: type of the momentum.
     """
     direction = scale_by_muon(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The orthogonal factor of a matrix by a Newton-Schulz iteration (section 2.4 of the V4 report).
+"""Compute the orthogonal factor of a matrix by a Newton-Schulz iteration (section 2.4 of the V4 report).
 
 With the singular value decomposition X = U S V^T the iteration returns nearly U V^T: every step maps
-each singular value s to a s + b s^3 + c s^5 and leaves U and V alone. All matrices of a stack are
+each singular value s to a s + b s^3 + c s^5 and does not change U and V. All matrices of a stack are
 iterated at once, on their smaller side.
 """
 
@@ -19,7 +19,7 @@ Coefficients = str | Sequence[tuple[float, float, float]]
 Precision = Literal["float32", "bfloat16", "bfloat16_storage"]
 
 HYBRID = ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2
-"""Ten steps of DeepSeek-V4: eight that pull small singular values up, two that settle them at 1."""
+"""Ten steps of DeepSeek-V4: eight raise small singular values, two bring all of them to 1."""
 
 # Eight steps of arXiv 2505.16932, each but the last damped by 1.01 against rounding above 1.
 _POLAR_EXPRESS = (
@@ -44,7 +44,7 @@ _GRAM_ASPECT = 2  # the Gram form costs fewer operations from this ratio of the 
 
 
 def coefficient_steps(coefficients: Coefficients) -> tuple[tuple[float, float, float], ...]:
-    """The steps of a set given by name or as triples.
+    """Return the steps of a set that is given by name or as triples.
 
     Raises:
         ValueError: for an unknown name, an empty sequence or steps that are not three numbers.
@@ -59,7 +59,7 @@ def coefficient_steps(coefficients: Coefficients) -> tuple[tuple[float, float, f
 
 
 def default_precision() -> Precision:
-    """fp32 on CPU, bf16 operands on accelerators."""
+    """Return the default precision of the matrix products: fp32 on CPU, bf16 operands on accelerators."""
     return "float32" if on_cpu() else "bfloat16"
 
 
@@ -72,24 +72,24 @@ def newton_schulz(
     gram: bool = False,
     batch_size: int | None = None,
 ) -> jax.Array:
-    """The orthogonal factor of each matrix of a stack.
+    """Compute the orthogonal factor of each matrix of a stack.
 
-    Each matrix is first divided by its Frobenius norm, so the result does not depend on its scale
-    (1e-30 to 1e30); a zero matrix stays zero. `HYBRID` brings singular values above 2.3e-5 of the
+    Each matrix is first divided by its Frobenius norm, so that the result does not depend on its scale
+    (tested from 1e-30 to 1e30). A zero matrix stays zero. `HYBRID` brings singular values above 2.3e-5 of the
     norm to within 1 % of 1, and multiplies those far below by 7.9e4.
 
     Args:
-        x: real floating, of any rank. The matrices must be whole on a device; `scale_by_muon`
-            takes sharded ones.
+        x: real floating, of any rank. Every matrix must be whole on a device; `scale_by_muon` accepts
+            sharded ones.
         coefficients: a name of `COEFFICIENTS`, or one (a, b, c) for each step.
         axes: the two axes that make a matrix; all others stack matrices.
-        precision: of the matrix products, which always accumulate in fp32. "float32"; "bfloat16"
-            rounds their operands only; "bfloat16_storage" keeps the iterate in bf16 as well, which
-            fills the null space of a rank-deficient matrix with noise. None: `default_precision()`.
-        gram: iterate on the small Gram matrix X X^T where the sides differ by a factor of two or
-            more, with a restart every four steps. Fewer operations, same result in fp32; refused with
-            bf16, where it diverges.
-        batch_size: matrices iterated at a time; less memory for large stacks. None: all.
+        precision: precision of the matrix products, which always accumulate in fp32. "float32" rounds
+            nothing; "bfloat16" rounds their operands; "bfloat16_storage" stores the iterate in bf16 as well,
+            which fills the null space of a rank-deficient matrix with noise. None: `default_precision()`.
+        gram: iterate on the small Gram matrix X X^T where the sides differ by a factor of two or more, with
+            a restart every four steps. It takes fewer operations and gives the same result in fp32. It is
+            refused with bf16, where it diverges.
+        batch_size: matrices iterated at a time, to save memory in large stacks. None: all.
 
     Returns:
         Array of x's shape and dtype.
@@ -124,7 +124,7 @@ def newton_schulz(
 
 
 def _normalised(x: jax.Array) -> jax.Array:
-    """Matrices of Frobenius norm 1, in fp32 or better; zeros stay zeros."""
+    """Divide matrices by their Frobenius norms, in fp32 or better; zeros stay zeros."""
 
     def divided(x: jax.Array, norm: jax.Array) -> jax.Array:
         return x / jnp.where(norm == 0, 1, norm)
@@ -135,7 +135,7 @@ def _normalised(x: jax.Array) -> jax.Array:
 
 
 def _product(a: jax.Array, b: jax.Array, precision: Precision, transpose_b: bool = False) -> jax.Array:
-    """Products of a stack, summed in fp32 or better."""
+    """Multiply the matrices of two stacks, summing in fp32 or better."""
     equation = "...ij,...kj->...ik" if transpose_b else "...ij,...jk->...ik"
     if precision == "float32":
         return jnp.einsum(equation, a, b, precision="highest")
@@ -147,12 +147,12 @@ def _product(a: jax.Array, b: jax.Array, precision: Precision, transpose_b: bool
     def native(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(equation, a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
 
-    # XLA:CPU cannot run some of the bf16 products that it accepts; the same numbers in fp32.
+    # XLA:CPU cannot run some of the bf16 products that it compiles; there the rounded numbers are multiplied in fp32.
     return jax.lax.platform_dependent(a, b, cpu=rounded, default=native)
 
 
 def _standard(x: jax.Array, steps: Sequence[tuple[float, float, float]], precision: Precision) -> jax.Array:
-    """X <- a X + (b A + c A^2) X with A = X X^T, for every step."""
+    """Iterate X <- a X + (b A + c A^2) X with A = X X^T."""
     storage = jnp.bfloat16 if precision == "bfloat16_storage" else x.dtype
     x = x.astype(storage)
     for a, b, c in steps:
@@ -164,7 +164,10 @@ def _standard(x: jax.Array, steps: Sequence[tuple[float, float, float]], precisi
 
 
 def _gram(x: jax.Array, steps: Sequence[tuple[float, float, float]], precision: Precision) -> jax.Array:
-    """The same map through A = X X^T alone: every step multiplies X by P = a I + b A + c A^2 and A by P^2."""
+    """Iterate on A = X X^T alone: a step multiplies X by P = a I + b A + c A^2, so A becomes P A P.
+
+    The product of the P of several steps is applied to X once, before a restart from the new X X^T.
+    """
     eye = jnp.eye(x.shape[-2], dtype=x.dtype)
     segments = math.ceil(len(steps) / _GRAM_STEPS)
     lengths = [len(steps) // segments + (i < len(steps) % segments) for i in range(segments)]

@@ -8,18 +8,18 @@ Axes = int | Sequence[int]
 
 
 class MatrixSpec(NamedTuple):
-    """Which axes of a tensor make its matrices. A superset of `optax.contrib.MuonDimensionNumbers`.
+    """Name the axes of a tensor that make its matrices. A superset of `optax.contrib.MuonDimensionNumbers`.
 
-    Axes that are not named stack matrices: scanned layers, experts, heads. Several axes of one side
-    are flattened in the given order. A side that holds several matrices next to one another is split,
-    into equal parts (a number) or parts of given sizes (a sequence).
+    The other axes stack matrices: scanned layers, experts, heads. Several axes of one side are flattened in
+    the given order. A side that holds several matrices next to one another is split, into equal parts (a
+    number) or into parts of given sizes (a sequence).
 
     `MatrixSpec(0, 2)` on [in, heads, dim] and `MatrixSpec(0, 1, output_split=heads)` on
     [in, heads * dim] are head-wise; `MatrixSpec(0, (1, 2))` takes the former as one matrix.
 
     Attributes:
         reduction_axis: axes that the layer sums over.
-        output_axis: axes that it makes.
+        output_axis: axes of the layer's output.
         reduction_split: matrices along the reduction side.
         output_split: matrices along the output side.
     """
@@ -31,15 +31,15 @@ class MatrixSpec(NamedTuple):
 
 
 class Role(NamedTuple):
-    """What a tensor is to an optimizer.
+    """Describe a tensor to an optimizer.
 
     Attributes:
-        kind: "matrix" (one or more), "table" that is looked up, "norm" weight, or any other "vector".
-        matrix: which matrices it holds.
-        heads: matrices along the output side for a head-wise update, which comes instead of
-            `matrix.output_split`; 1: no heads.
+        kind: "matrix" (one or more), "table" that is looked up, "norm" weight, or "vector" for any other.
+        matrix: the axes of its matrices.
+        heads: number of heads along the output side. A head-wise update uses it instead of
+            `matrix.output_split`. 1: no heads.
         rows: axis of a table that is looked up.
-        part: "", "engram" or "vision": parts of V4.1 with a learning rate of their own.
+        part: "engram" or "vision", the parts of V4.1 with a learning rate of their own; "": the rest.
     """
 
     kind: Literal["matrix", "table", "norm", "vector"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules counted in tokens, exact to the token at any size, and the published recipes.
+"""Schedule batch size, length and learning rate by tokens, exact to the token; and the published recipes.
 
-Token counts pass 2^31 within some thirty steps of the published batches, so they are Python integers;
-inside a jitted function only the step number and fractions of a phase appear.
+Token counts exceed 2^31 after about thirty steps of the published batches, so they are Python integers.
+Jitted functions see only the step number and fractions of a phase.
 """
 
 import bisect
@@ -19,10 +19,10 @@ import optax
 
 @dataclasses.dataclass(frozen=True)
 class Stepwise:
-    """A whole number that changes at token counts: a batch size in tokens, a sequence length.
+    """Change a whole number, such as a batch size or a sequence length, at token counts.
 
     Attributes:
-        changes: (tokens seen, value from there on), the first at 0, ascending.
+        changes: pairs (tokens seen, value from this count on), the first at 0, ascending.
 
     Raises:
         ValueError: for other counts, or values that are not positive.
@@ -36,21 +36,21 @@ class Stepwise:
             raise ValueError(f"changes must ascend from 0 tokens, with positive values; found {self.changes}")
 
     def __call__(self, tokens: int) -> int:
-        """The value when `tokens` have been seen."""
+        """Return the value after `tokens` tokens."""
         return self.changes[bisect.bisect_right(self.changes, tokens, key=lambda change: change[0]) - 1][1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Clock:
-    """Steps against tokens, for a batch size that changes at token counts.
+    """Convert between steps and tokens, for a batch size that changes at token counts.
 
-    A step takes the batch that is in force when it begins, so a change waits for the first step that
-    begins at or after its count. Without a batch size one step is one token: schedules then count steps.
+    A step's batch has the size that applies when the step begins. So a change takes effect at the first step
+    that begins at or after its count. Without a batch size one step is one token: schedules then count steps.
 
     Attributes:
-        batch: tokens of a step, from the last of `done` on.
-        done: (steps, tokens) of the steps that are done, as `until` lists them. Whatever the batch is now, they
-            keep the tokens that they had.
+        batch: tokens per step, for the steps after the last of `done`.
+        done: (steps, tokens) of the steps that are done, as `until` lists them. They keep their tokens, whatever
+            `batch` is now.
     """
 
     batch: Stepwise = Stepwise(((0, 1),))
@@ -58,37 +58,39 @@ class Clock:
 
     @functools.cached_property
     def segments(self) -> tuple[tuple[int, int, int], ...]:
-        """(first step, tokens seen before it, tokens of a step) between changes."""
-        found: list[tuple[int, int, int]] = []
+        """List (first step, tokens seen before it, tokens per step) of every range of steps of one size."""
+        ranges: list[tuple[int, int, int]] = []
 
         def change(step: int, tokens: int, size: int) -> None:
-            if found and found[-1][0] == step:
-                found.pop()  # changed again before a step began
-            if not found or found[-1][2] != size:  # the same floats come from a run in one go and a resumed one
-                found.append((step, tokens, size))
+            if ranges and ranges[-1][0] == step:
+                ranges.pop()  # changed again before a step began
+            # Equal sizes are merged, so that a resumed run has the ranges, and the floats, of an uninterrupted one.
+            if not ranges or ranges[-1][2] != size:
+                ranges.append((step, tokens, size))
 
+        # First the steps that are done, then those that follow with the present batch.
         for (step, tokens), (later, more) in itertools.pairwise(self.done):
             change(step, tokens, (more - tokens) // (later - step))
         now = self.done[-1]
         change(*now, self.batch(now[1]))
         for start, size in self.batch.changes:
             if start > now[1]:
-                step, tokens, before = found[-1]
+                step, tokens, before = ranges[-1]
                 steps = -(-(start - tokens) // before)
                 change(step + max(steps, 0), tokens + max(steps, 0) * before, size)
-        return tuple(found)
+        return tuple(ranges)
 
     def until(self, step: int) -> tuple[tuple[int, int], ...]:
         """List (steps, tokens) at 0, at every change of the batch before `step`, and at `step`."""
         return (*((first, seen) for first, seen, _ in self.segments if first < step), (step, self.tokens(step)))
 
     def tokens(self, step: int) -> int:
-        """Tokens seen before step `step`, from 0."""
+        """Count the tokens of the first `step` steps."""
         first, seen, size = self.segments[bisect.bisect_right(self.segments, step, key=lambda s: s[0]) - 1]
         return seen + (step - first) * size
 
     def steps(self, tokens: int) -> int:
-        """Steps after which at least `tokens` have been seen: the first step that begins there."""
+        """Return the smallest number of steps that have at least `tokens` tokens together."""
         later = [segment for segment in self.segments if segment[1] <= tokens]
         first, seen, size = later[-1]
         return first - (-(tokens - seen) // size)
@@ -97,22 +99,22 @@ class Clock:
 def trapezoid(
     peak: float, end: float, warmup_steps: int, decay_from: int, decay_to: int, clock: Clock = Clock()
 ) -> optax.Schedule:
-    """Linear warm-up, constant at `peak`, a cosine down to `end`, constant at `end`.
+    """Make a schedule: linear warm-up, constant at `peak`, cosine from `peak` to `end`, constant at `end`.
 
-    A step has the rate that belongs to the tokens seen when it ends: the first of `warmup_steps` steps
-    has peak / warmup_steps, and a step that ends at `decay_to` has `end`.
+    The rate of a step depends on the tokens seen at its end: the first of `warmup_steps` steps has
+    peak / warmup_steps, and a step that ends at `decay_to` has `end`.
 
     Args:
         peak: highest value.
         end: last value.
-        warmup_steps: steps of the warm-up.
-        decay_from: tokens at which the cosine begins; steps, for the default clock.
-        decay_to: tokens at which it ends.
-        clock: the batch size.
+        warmup_steps: length of the warm-up in steps.
+        decay_from: tokens at which the cosine begins; with the default clock, steps.
+        decay_to: tokens at which the cosine ends; with the default clock, steps.
+        clock: converts steps to tokens.
 
     Returns:
-        Function of the number of steps done before: of a Python int, a float in double precision; of a
-        traced array, fp32.
+        Function of the number of steps done before. It returns a double precision float for a Python int, and
+        fp32 for a traced array.
 
     Raises:
         ValueError: if the cosine ends before it begins, or a count is negative.
@@ -131,9 +133,10 @@ def trapezoid(
         host = isinstance(step, int)
         xp: Any = np if host else jnp
         number = (lambda x: np.asarray(x, np.float64)) if host else (lambda x: jnp.asarray(x, jnp.float32))
-        # A step lies in the last segment that begins at or before it.
-        at = xp.searchsorted(xp.asarray(first), step, side="right") - 1
-        progress = number(start)[at] + number(slope)[at] * number(step + 1 - xp.asarray(first)[at])
+        # The step belongs to the last segment that begins at or before it.
+        segment = xp.searchsorted(xp.asarray(first), step, side="right") - 1
+        done = number(step + 1 - xp.asarray(first)[segment])  # steps of the segment when this one ends
+        progress = number(start)[segment] + number(slope)[segment] * done
         cosine = 0.5 * (1 + xp.cos(math.pi * xp.clip(progress, 0, 1)))
         rate = xp.minimum(number(step + 1) / max(warmup_steps, 1), 1) * (end + (peak - end) * cosine)
         return float(rate) if host else rate
@@ -143,17 +146,17 @@ def trapezoid(
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A pre-training run in tokens.
+    """Describe a pre-training run in tokens.
 
     Attributes:
-        tokens: of the whole run.
-        batch: tokens of a step.
-        length: positions of a row.
+        tokens: tokens of the whole run.
+        batch: tokens per step.
+        length: positions per row.
         peak: highest learning rate.
         end: last learning rate.
-        warmup_steps: steps of linear warm-up.
+        warmup_steps: length of the linear warm-up in steps.
         decay: tokens at which the cosine begins and ends.
-        chosen: which of these the reports do not state.
+        chosen: which of these numbers are our choice, as the reports do not state them.
     """
 
     tokens: int
@@ -167,17 +170,17 @@ class Recipe:
 
     @functools.cached_property
     def clock(self) -> Clock:
-        """Steps against tokens."""
+        """Convert between steps and tokens."""
         return Clock(self.batch)
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
+        """Count the steps of the whole run."""
         return self.clock.steps(self.tokens)
 
     @property
     def learning_rate(self) -> optax.Schedule:
-        """Learning rate by steps done before."""
+        """Make the schedule of the learning rate, a function of the steps done before."""
         return trapezoid(self.peak, self.end, self.warmup_steps, *self.decay, self.clock)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Sinkhorn-balanced update for tables that are looked up (section 2.5 of the V4.1 report).
+"""Update tables that are looked up with the Sinkhorn-balanced update (section 2.5 of the V4.1 report).
 
-The update is the momentum with its rows and columns scaled until all rows that move have the same
-norm and all columns nearly so. Rows whose momentum has almost vanished do not move at all.
+The update is the momentum with its rows and columns scaled until all rows that are updated have the same
+norm and all columns nearly the same. Rows whose momentum has almost vanished are not updated at all.
 
-Normalising makes the size of a row's momentum irrelevant until the mask drops it: a row that got one
-gradient, beside rows that get one every step, keeps moving at full size for about
+The norm of a row's momentum does not matter until it falls below the threshold `tau`. So a row that got one
+gradient, beside rows that get one every step, is updated at full size for about
 ln(0.3 / tau) / ln(1 / momentum) steps. At momentum 0.95 that is 110, 66, 22 and 4 steps for tau of
 1e-3, 1e-2, 0.1 and 0.3 (counted in `tests/test_sinkhorn.py`).
 """
@@ -26,20 +26,20 @@ Rows = int | Any | Callable[[Any], Any]
 def sinkhorn_scales(
     x: jax.Array, *, iterations: int = 11, tau: float | jax.Array = 1e-3, rows: int = -2
 ) -> tuple[jax.Array, jax.Array]:
-    """Scales r of the rows and c of the columns; r x c is the balanced matrix.
+    """Compute the scales r of the rows and c of the columns; r x c is the balanced matrix.
 
-    Odd iterations give every row norm 1, even ones every column; as many as they are, they change the
-    two vectors only. Rows of norm up to tau times the mean norm of all rows get 0, and so do columns
-    that are zero in all other rows.
+    Odd iterations give every row norm 1, even ones every column. All of them change the two vectors only. Rows
+    whose norm is at most `tau` times the mean norm of the rows get 0, and so do columns that are zero in all
+    other rows.
 
     Args:
         x: [..., m, n] or, with rows = -1, [..., n, m]; other axes stack tables.
-        iterations: K, from 1.
-        tau: threshold of the mask.
+        iterations: number of normalisations K, at least 1.
+        tau: threshold of a row's norm, relative to the mean norm of the rows.
         rows: the axis that is looked up. The last of the other axes holds the columns.
 
     Returns:
-        Two fp32 arrays of x's rank, 1 along the columns and along the rows, so that r * x * c is the
+        Two fp32 arrays of x's rank, of size 1 along the columns and along the rows, so that r * x * c is the
         result.
 
     Raises:
@@ -52,8 +52,8 @@ def sinkhorn_scales(
     rows %= x.ndim
     columns = x.ndim - 1 - (rows == x.ndim - 1)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    # Squared scales are kept, and enter as their roots: each sum is one pass over x, which is never stored
-    # in another form, and no square over- or underflows.
+    # r and c are squared scales. Each sum is one pass over x, of which no scaled copy is stored; x is divided by
+    # its largest entry, so that no square over- or underflows.
     size = _reciprocal(jnp.abs(x).max((rows, columns), keepdims=True))
 
     def squares(weights: jax.Array, axis: int) -> jax.Array:
@@ -80,17 +80,17 @@ def _reciprocal(x: jax.Array) -> jax.Array:
 def scale_by_sinkhorn(
     rows: Rows = -2, *, scale: float | jax.Array = 0.18, iterations: int = 11, tau: float | jax.Array = 1e-3
 ) -> optax.GradientTransformation:
-    """Replaces every table by its balanced form times scale * sqrt(columns). There is no state.
+    """Replace every table by its balanced form times scale * sqrt(columns). There is no state.
 
-    A row that moves then has entries of root mean square `scale`; the others do not change at all.
+    The entries of a row that is updated then have root mean square `scale`; those of other rows are 0.
 
     Args:
         rows: the axis that is looked up (-2 of [vocabulary, width], -1 of [width, vocabulary]): one
             number for all leaves, a tree of numbers, or a function from updates to such a tree.
-        scale: root mean square of a row that moves.
-        iterations: K of `sinkhorn_scales`; odd, so that the rows come last.
-        tau: threshold of the mask, as a part of the mean row norm. The larger, the sooner a row that
-            gets no more gradients stops.
+        scale: root mean square of a row that is updated.
+        iterations: K of `sinkhorn_scales`; odd, so that the rows are normalised last.
+        tau: rows are updated if their norm is above `tau` times the mean norm of the rows. The larger it is,
+            the sooner a row that gets no more gradients stops.
 
     Raises:
         ValueError: for an even number of iterations.
@@ -140,13 +140,13 @@ def sinkhorn_balanced(
     iterations: int = 11,
     tau: float | jax.Array = 1e-3,
 ) -> optax.GradientTransformation:
-    """Nesterov momentum, then `scale_by_sinkhorn`; no weight decay.
+    """Apply Nesterov momentum, then `scale_by_sinkhorn`; no weight decay.
 
     Args:
         learning_rate: a number or a schedule.
-        rows: see `scale_by_sinkhorn`, as all that is not named here.
+        rows: see `scale_by_sinkhorn`, also for the arguments not listed here.
         momentum: decay of the momentum.
-        nesterov: whether the gradient is added once more.
+        nesterov: add the gradient once more.
         momentum_dtype: type of the momentum; None: that of the parameters.
     """
     return optax.chain(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of parameters: a setting for each leaf, and state that lies where its parameters lie."""
+"""Spread settings over the leaves of a tree, and keep optimizer state on the devices of its parameters."""
 
 from typing import Any
 
@@ -9,9 +9,12 @@ import optax
 
 
 def leaf_settings(setting: Any, tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
-    """The setting of every leaf of `tree`: one for all, a tree of them, or a function that makes one.
+    """List a setting for every leaf of `tree`; leaves masked by `optax.masked` or `optax.partition` have none.
 
-    `kind` is the type of a setting. Leaves masked by `optax.masked` or `optax.partition` have none.
+    Args:
+        setting: one setting for all leaves, a tree of settings, or a function from `tree` to such a tree.
+        tree: parameters, or updates.
+        kind: type of a setting.
 
     Raises:
         ValueError: if a tree of settings does not have a setting for every leaf.
@@ -28,10 +31,10 @@ def leaf_settings(setting: Any, tree: Any, kind: type | tuple[type, ...]) -> lis
 
 
 def steady(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx` with its state where its parameters are, and of one type throughout.
+    """Keep the state of `tx` on the devices of its parameters, and its types as `init` made them.
 
-    In a jitted `init` on a mesh of Auto axes XLA places an array that depends on no input wherever it
-    likes, and zeros depend on none. `optax.trace` lets a gradient of higher precision change its type.
+    In a jitted `init` on a mesh of Auto axes XLA chooses the devices of an array that depends on no input, as
+    zeros do. In `optax.trace` a gradient of higher precision would change the type of the state.
     """
 
     def init(params: optax.Params) -> optax.OptState:
