@@ -125,8 +125,8 @@ def test_reuse_reads_the_last_selection(stages):
     out = {stage: run(model, nothing) for stage, (model, run) in stages.items()}
     np.testing.assert_allclose(out["sparse"].h[:, :7], out["dense"].h[:, :7], rtol=0, atol=1e-5)
     assert np.abs(out["sparse"].h - out["dense"].h)[:, 8:].max() > 1e-3
-    assert ["topk" in told for told in out["sparse"].layers] == [True, True, False]
-    assert [told["indexer"] > 0 for told in out["sparse"].layers] == [True, True, False]
+    assert ["topk" in report for report in out["sparse"].layers] == [True, True, False]
+    assert [report["indexer"] > 0 for report in out["sparse"].layers] == [True, True, False]
 
 
 def test_bounded_replay_cuts_the_windows_of_the_decoder(stages):

@@ -68,7 +68,7 @@ def test_sinkhorn_gradient_matches_finite_differences():
     np.testing.assert_allclose((grad * r[1]).sum(), (f(1e-5) - f(-1e-5)) / 2e-5, rtol=1e-4)
 
 
-def site(outputs: int, scales: int) -> tuple[np.ndarray, ...]:
+def connection(outputs: int, scales: int) -> tuple[np.ndarray, ...]:
     """Streams, fn, base and scale, all random."""
     r = np.random.RandomState(2)
     return tuple(r.standard_normal(s) for s in ((B, S, N, D), (N * D, outputs), (outputs,), (scales,)))
@@ -84,7 +84,7 @@ def sigmoid(x):
 
 def test_mix_matches_the_equations():
     """Items 1 to 4: flattened streams, normalised; rows 0-3 pre, 4-7 post, 8 + 4j + k comb."""
-    x, fn, base, scale = site(2 * N + N * N, 3)
+    x, fn, base, scale = connection(2 * N + N * N, 3)
     got = jax.jit(lambda *a: hyper.compute_mix(*a, CFG))(*f32(x, fn, base, scale))
     for b in range(B):
         for s in range(S):
@@ -100,7 +100,7 @@ def test_mix_matches_the_equations():
 
 def test_collapse_and_expand_match_the_equations():
     """Items 5 and 6: stream k gets post_k y + sum_j comb_jk x_j, so comb is applied transposed."""
-    x, y = site(1, 1)[0], np.random.RandomState(3).standard_normal((B, S, D))
+    x, y = connection(1, 1)[0], np.random.RandomState(3).standard_normal((B, S, D))
     pre, post, comb = (np.random.RandomState(4).standard_normal(s) for s in ((B, S, N), (B, S, N), (B, S, N, N)))
     x32, y32, pre32, post32, comb32 = f32(x, y, pre, post, comb)
     np.testing.assert_allclose(hyper.collapse(x32, pre32), (pre[..., None] * x).sum(2), rtol=0, atol=1e-5)
@@ -112,7 +112,7 @@ def test_collapse_and_expand_match_the_equations():
 
 def test_head_collapse_matches_the_equations():
     """Section 5, exit: sigmoid gates plus eps, not normalised to sum one."""
-    x, fn, base, scale = site(N, 1)
+    x, fn, base, scale = connection(N, 1)
     got = hyper.collapse_head(*f32(x, fn, base, scale), CFG)
     f = x.reshape(B, S, -1)
     pre = sigmoid(f @ fn / np.sqrt((f**2).mean(-1, keepdims=True) + 1e-6) * scale + base) + 1e-6
@@ -121,7 +121,7 @@ def test_head_collapse_matches_the_equations():
 
 def test_bf16_streams_get_fp32_gates():
     """The gates of bf16 streams are those of the same numbers in fp32; streams stay bf16."""
-    x, *weights = f32(*site(2 * N + N * N, 3))
+    x, *weights = f32(*connection(2 * N + N * N, 3))
     x = x.astype(jnp.bfloat16)
     low, full = hyper.compute_mix(x, *weights, CFG), hyper.compute_mix(x.astype(jnp.float32), *weights, CFG)
     for a, b in zip(low, full, strict=True):

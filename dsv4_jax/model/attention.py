@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a layer: latent queries, one shared key-value head, compressed entries, grouped output.
 
-The matrix products run on sharded arrays; everything that looks along the sequence (windows, pooling,
-top-k, attention itself) runs inside one `shard_map`. Letters: B rows, S positions, D width, H heads,
-K head width, M entries, C compressor channels, I index heads, J index width, G output groups.
+The matrix products run on sharded arrays. All that combines positions (windows, pooling, top-k, attention itself)
+runs in three functions that know of no mesh: `new_entries`, `index_of` and `read`. Training calls them inside one
+`shard_map`, which takes the tokens left of a chunk and the entries of the row from neighbouring devices; decoding
+takes the same from a cache.
+
+Letters: B rows, S positions, D width, H heads, K head width, U window keys, M entries of a row, m entries of a chunk,
+C compressor channels, I index heads, J index width, G output groups.
 """
 
 import functools
@@ -26,13 +30,13 @@ from dsv4_jax.optim.roles import MatrixSpec, Role
 
 
 class Shared(NamedTuple):
-    """What a CSA2 layer hands down the stack (V4.1 section 2.3); all split over `context`.
+    """Arrays that a CSA2 layer hands to the layers after it (V4.1 section 2.3), all split over `context`.
 
     Attributes:
         entries_BmK: rotated compressed entries, each on the device where its window ends.
         keys_BmJ: their index keys; None if no indexer runs.
         topk_BSk: entries that the last indexer selected; None unless attention is sparse.
-        candidates_BSc: its pool of candidates; None without one.
+        candidates_BSc: pool of candidates that the `source` layer made; None without such a layer.
     """
 
     entries_BmK: jax.Array
@@ -42,7 +46,7 @@ class Shared(NamedTuple):
 
 
 def make_empty_shared(cfg: ModelConfig, B: int, S: int, dtype: jnp.dtype) -> dict[int, Shared]:
-    """The start of what CSA2 layers hand down, by ratio: zeros, which the first `full` layer replaces."""
+    """Make the arrays that CSA2 layers hand down, by ratio: zeros, which the first `full` layer replaces."""
     devices = jax.sharding.get_abstract_mesh().shape["context"]
 
     def zeros(*shape: int, dtype: jnp.dtype = dtype) -> jax.Array:
@@ -60,29 +64,29 @@ def make_empty_shared(cfg: ModelConfig, B: int, S: int, dtype: jnp.dtype) -> dic
 
 
 class Gated(NamedTuple):
-    """What a compressor pools, [B, S, C] each: the values of every token and the logits of their gates."""
+    """Input of a compressor's pooling, [B, S, C] each: the value of every token and the logit of its gate."""
 
     value_BSC: jax.Array
     gate_BSC: jax.Array
 
 
 class Pooling(NamedTuple):
-    """Weights with which a compressor pools a window: position bias, and norm of the entry."""
+    """Weights of a compressor's pooling: position bias of a window's tokens, and norm of the entry."""
 
     ape_mC: jax.Array
     norm_K: jax.Array
 
 
 class Projected(NamedTuple):
-    """Products of a layer's tokens with its matrices, before RoPE; None for what the layer does not have.
+    """Products of a layer's tokens with its matrices, before RoPE. A part that the layer does not have is None.
 
     Attributes:
         q_BSHK: queries.
         kv_BSK: keys of the window, which are also the values.
-        main: what its entries are pooled from.
-        index: what its index keys are pooled from (CSA).
+        main: input of the pooling into entries.
+        index: input of the pooling into index keys (CSA).
         index_q_BSIJ: queries of the indexer.
-        index_w_BSI: fp32 weights of its heads.
+        index_w_BSI: weights of the indexer's heads, fp32.
     """
 
     q_BSHK: jax.Array
@@ -94,7 +98,7 @@ class Projected(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weights that are used along the sequence, whole on every device; None for what the layer does not have.
+    """Weights of the functions along the sequence, whole on every device. A part that the layer does not have is None.
 
     Attributes:
         sink_H: sink logits.
@@ -110,22 +114,22 @@ class Weights(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Compressed entries [B, m, K] and their index keys [B, m, J], rotated; no keys where no indexer runs."""
+    """Compressed entries [B, m, K] and their index keys [B, m, J], both rotated; no keys where no indexer runs."""
 
     entries_BmK: jax.Array
     keys_BmJ: jax.Array | None
 
 
 class Compressor(nnx.Module):
-    """Pools windows of tokens into entries of `width` channels: CSA, HCA (section 2.3) and CSA2.
+    """Compressor of windows of tokens into entries of `width` channels: CSA and HCA (section 2.3), and CSA2.
 
-    CSA2's has no position bias, and at ratio 1 no gate either: it is a projection (V4.1 section 2.3).
+    In CSA2 it has no position bias. At ratio 1 it has no gate either and is a projection (V4.1 section 2.3).
     """
 
     def __init__(self, cfg: ModelConfig, make: Params, spec: LayerSpec, width: int):
         self.overlap = spec.mode == "csa"
         self.channels = channels = width * (2 if self.overlap else 1)
-        # The two halves of an overlapping compressor are projections of their own.
+        # Channels of the window before and of the window itself; each half is one matrix for the optimizer.
         halves = Role("matrix", MatrixSpec(output_split=channels // width))
         if spec.mode != "full":
             self.ape = make.full(0.0, ("window", spec.ratio), ("head_dim", channels))
@@ -135,20 +139,21 @@ class Compressor(nnx.Module):
         self.norm = make.ones(("head_dim", width))
 
     def project(self, x_BSD: jax.Array, dtype: jnp.dtype) -> Gated:
-        """Compute what the windows are pooled from."""
+        """Compute the input of the pooling."""
         value = linear(x_BSD, self.wkv, dtype)
         return Gated(value, linear(x_BSD, self.wgate, dtype) if hasattr(self, "wgate") else jnp.zeros_like(value))
 
     def pooling(self, ratio: int) -> Pooling:
-        """Gather the weights of the pooling: bias [m, C] and norm [width]."""
+        """Gather the weights of the pooling of windows of `ratio` tokens."""
         ape = whole(self.ape) if hasattr(self, "ape") else jnp.zeros((ratio, self.channels))
         return Pooling(ape, whole(self.norm))
 
 
 class Indexer(nnx.Module):
-    """The lightning indexer's tensors: scores every compressed entry for every query.
+    """Parameters of the lightning indexer, which scores every compressed entry for every query.
 
-    Its keys come from a compressor of its own in CSA and from the entries in `full` layers.
+    In CSA its keys come from a compressor of its own, in `full` layers from the entries, and in `reindex` layers from
+    the `full` layer before.
     """
 
     def __init__(self, cfg: ModelConfig, make: Params, spec: LayerSpec):
@@ -184,16 +189,27 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, shared: dict[int, Shared], tables: Tables, dtype: jnp.dtype
     ) -> tuple[jax.Array, Attended, dict[int, Shared]]:
-        """Output [B, S, D], the core's result for its loss and its selection, and what is handed down."""
+        """Attend along the rows of a batch.
+
+        Args:
+            x_BSD: normed input of the sublayer, laid out as `mesh.act_spec`.
+            shared: arrays that CSA2 layers hand down, by ratio.
+            tables: tables of the rows.
+            dtype: type of the matrix products.
+
+        Returns:
+            The sublayer's output [B, S, D], the result of `read` with the indexer's loss and selection, and `shared`
+            for the next layer.
+        """
         tokens, rows = jax.P(BATCH, "context"), jax.P(BATCH)
-        core = functools.partial(_attend_chunk, self.cfg, self.spec)
-        core = jax.shard_map(core, in_specs=(tokens, jax.P(), rows, tokens), out_specs=tokens)
-        out, own = core(self.project(x_BSD, dtype), self.weights(), tables, shared.get(self.spec.ratio))
+        attend_chunk = functools.partial(_attend_chunk, self.cfg, self.spec)
+        attend_chunk = jax.shard_map(attend_chunk, in_specs=(tokens, jax.P(), rows, tokens), out_specs=tokens)
+        out, own = attend_chunk(self.project(x_BSD, dtype), self.weights(), tables, shared.get(self.spec.ratio))
         y = self.output(out.o_BSHK, dtype)
         return y, out, shared if own is None else shared | {self.spec.ratio: own}
 
     def project(self, x_BSD: jax.Array, dtype: jnp.dtype) -> Projected:
-        """Compute all products of the tokens that attention needs."""
+        """Compute the products of the tokens with the layer's matrices."""
         cfg, spec = self.cfg, self.spec
         q, latent = self.queries(x_BSD, dtype)
         projected = Projected(q, self.keys(x_BSD, dtype))
@@ -210,7 +226,7 @@ class Attention(nnx.Module):
         return projected._replace(index=index, index_q_BSIJ=query, index_w_BSI=head_weights)
 
     def weights(self) -> Weights:
-        """Gather the weights that are used along the sequence."""
+        """Gather the weights of the functions along the sequence from the devices that share them."""
         spec, weights = self.spec, Weights(whole(self.attn_sink))
         if spec.mode in ("csa", "hca", "full"):
             weights = weights._replace(main=self.compressor.pooling(spec.ratio))
@@ -222,18 +238,18 @@ class Attention(nnx.Module):
         return weights
 
     def queries(self, x_BSD: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """Queries [B, S, H, K] before RoPE, and their latent [B, S, lora]."""
+        """Compute queries [B, S, H, K] before RoPE, and their latent [B, S, lora], which the indexer reads too."""
         cfg = self.cfg
         latent = rms_norm(linear(x_BSD, self.wq_a, dtype), cfg.norm_eps, self.q_norm)
         q = linear(latent, self.wq_b, dtype).reshape(*x_BSD.shape[:2], cfg.n_heads, cfg.head_dim)
         return rms_norm(q, cfg.norm_eps) if cfg.query_norm else q, latent
 
     def keys(self, x_BSD: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """The window's shared keys and values [B, S, K] before RoPE."""
+        """Compute the window's keys [B, S, K] before RoPE, which all heads share and which are also the values."""
         return rms_norm(linear(x_BSD, self.wkv, dtype), self.cfg.norm_eps, self.kv_norm)
 
     def output(self, o_BSHK: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """The grouped output projection [B, S, D] of what the heads read."""
+        """Project the heads' outputs [B, S, H, K] to [B, S, D]: each group of heads by itself, then all together."""
         B, S, H, K = o_BSHK.shape
         groups = self.cfg.o_groups
         o_BSGI = jnp.reshape(saved(o_BSHK), (B, S, groups, H * K // groups), out_sharding=act_spec(4))
@@ -244,9 +260,12 @@ class Attention(nnx.Module):
 def _attend_chunk(
     cfg: ModelConfig, spec: LayerSpec, projected: Projected, weights: Weights, tables: Tables, shared: Shared | None
 ) -> tuple[Attended, Shared | None]:
-    """Attend from one device's rows and chunk of positions, in training.
+    """Attend from one device's rows and chunk of S positions, in training.
 
-    What lies left of the chunk, and the entries of the whole row, come from the neighbours along `context`.
+    Tokens left of the chunk and entries of the whole row come from the devices along `context`.
+
+    Returns:
+        The result for the chunk, and `shared` with the arrays that this layer replaces.
     """
     S, ratio = projected.q_BSHK.shape[1], spec.ratio
     chunk = take_chunk(tables, S, compressed=ratio > 0, replayed=spec.decoder)
@@ -254,19 +273,19 @@ def _attend_chunk(
     windows = tables.windows.get(ratio)
     if windows is not None and windows.end_BM.shape[1] > 0:  # a row shorter than the ratio has no entries
         if projected.main is not None:
-            # The entries whose windows end in this chunk; the first of them may begin left of it.
+            # Entries [B, m, K] of the windows that end in this chunk; the first of them may begin left of it.
             reach = (2 if spec.mode == "csa" else 1) * ratio - 1
             main, index_tokens = with_left((projected.main, projected.index), reach)
             ending, number_Bm = own_windows(windows, ratio, S, main.value_BSC.shape[1] - S)
             starts = jax.tree.map(lambda a: rows_at(a, number_Bm), tables.starts[ratio])
             own = new_entries(cfg, spec, main, index_tokens, weights, ending, starts)
         if shared is not None:
-            # In CSA2 a full layer replaces what is handed down, and every layer reads that.
+            # CSA2: a full layer replaces the entries that are handed down, and every layer reads those.
             if own is not None:
                 shared = shared._replace(entries_BmK=own.entries_BmK, keys_BmJ=own.keys_BmJ)
             own = Entries(shared.entries_BmK, shared.keys_BmJ)
         assert own is not None  # a layer with a ratio makes entries or is handed some
-        # From here on the entries of the whole row, [B, M, K], and their keys [B, M, J].
+        # The entries of the whole row, [B, M, K], and their index keys [B, M, J], in the order of `windows`.
         entries_BMK = gather_entries(own.entries_BmK, windows, S)
         if projected.index_q_BSIJ is not None:
             assert own.keys_BmJ is not None
@@ -275,6 +294,7 @@ def _attend_chunk(
             index = index_of(cfg, spec, projected, chunk.rotation, keys_BMJ, candidates_BSc)
         elif shared is not None:
             topk_BSk = shared.topk_BSk
+    # The chunk's own keys after those of the window left of it: U = S + up to W - 1.
     kv_BUK = with_left(rotate(projected.kv_BSK, chunk.rotation), cfg.window_size - 1)
     out = read(cfg, projected.q_BSHK, kv_BUK, weights.sink_H, chunk, entries_BMK, windows, index, topk_BSk)
     if index is not None and shared is not None and cfg.attention == "sparse":
@@ -293,16 +313,16 @@ def new_entries(
     windows: Windows,
     starts: Rotation,
 ) -> Entries:
-    """Make the entries of m windows, and their index keys if the layer's indexer runs (section 2.3).
+    """Pool m windows into entries, and make their index keys if the layer's indexer runs (section 2.3).
 
     Args:
         cfg: the model.
         spec: the layer, of mode `csa`, `hca` or `full`.
-        main: what the entries are pooled from: the tokens of the windows, and for CSA of the windows before.
+        main: input of the pooling into entries, for all tokens of the windows and, in CSA, of the windows before.
         index: the same for the index keys (CSA).
-        weights: those of the layer.
-        windows: where the windows lie in `main` and `index`, [B, m].
-        starts: angles of the windows' first tokens.
+        weights: weights of the layer.
+        windows: places of the windows in `main` and `index`, [B, m].
+        starts: angles of the windows' first tokens, [B, m, ...].
     """
     dtype = main.value_BSC.dtype
 
@@ -315,7 +335,7 @@ def new_entries(
     keys_BmJ = None
     if index is not None and weights.index is not None:
         keys_BmJ = rotate(pool(index, weights.index), starts).astype(dtype)
-    elif weights.key is not None:  # CSA2 projects the entry itself, which the indexer's loss must not move
+    elif weights.key is not None:  # CSA2: a projection of the entry, which the indexer's loss must not move
         wk_KJ, norm_J = weights.key
         keys_BmJ = jnp.einsum("bmk,kj->bmj", jax.lax.stop_gradient(latent_BmK), wk_KJ)
         keys_BmJ = rotate(rms_norm(keys_BmJ, cfg.norm_eps) * norm_J, starts).astype(dtype)
@@ -330,15 +350,17 @@ def index_of(
     keys_BMJ: jax.Array,
     candidates_BSc: jax.Array | None,
 ) -> Index:
-    """Make the indexer's question to all M entries: its queries, the entries' keys, and how to select (section 2.3.1).
+    """Set up the indexer's selection among M entries (section 2.3.1): queries, keys, and the rule of selection.
+
+    `read` selects block by block, so that the scores [B, S, M] never exist at once.
 
     Args:
         cfg: the model.
         spec: the layer.
-        projected: products of the tokens that ask.
-        rotation: their angles.
+        projected: products of the S tokens that select.
+        rotation: angles of the S tokens.
         keys_BMJ: index keys of all entries.
-        candidates_BSc: the pool that the layer with `candidates = "source"` made; None without one.
+        candidates_BSc: pool of the layer with `candidates = "source"`; None without one.
     """
     sparse = cfg.attention == "sparse"
     assert projected.index_q_BSIJ is not None and projected.index_w_BSI is not None
@@ -364,18 +386,18 @@ def read(
     index: Index | None,
     topk_BSk: jax.Array | None,
 ) -> Attended:
-    """Attend from a chunk of queries to their windows and entries, and turn the result back (section 2.3).
+    """Attend from a chunk of queries to their windows and entries, and rotate the result back (section 2.3).
 
     Args:
         cfg: the model.
         q_BSHK: queries before RoPE.
-        kv_BUK: rotated keys and values of the chunk's S tokens, after those of up to W - 1 tokens before it.
+        kv_BUK: rotated keys, which are also the values: those of up to W - 1 tokens before the chunk, then of its S.
         sink_H: sink logits.
-        chunk: where the chunk lies.
+        chunk: place of the chunk.
         entries_BMK: all entries that a query may see, rotated; None without compression.
-        windows: where the windows of those entries lie.
-        index: selects among them; None without an indexer.
-        topk_BSk: the selection of an earlier layer, -1 for none; None: all entries, or those of `index`.
+        windows: places of the entries' windows, [B, M]; an entry whose window ends after a query is not visible to it.
+        index: indexer that selects among the entries; None without one.
+        topk_BSk: entries that an earlier layer selected, -1 for none; None: those of `index`, or all.
     """
     heads = _every_head(chunk.rotation)
     out = attend(
@@ -397,5 +419,5 @@ def read(
 
 
 def _every_head(rotation: Rotation) -> Rotation:
-    """Angles [B, S, ...] as they meet an array [B, S, heads, ...]."""
+    """Give angles [B, S, ...] an axis for the heads of an array [B, S, heads, ...]."""
     return jax.tree.map(lambda a: a[:, :, None], rotation)

@@ -19,11 +19,11 @@ from dsv4_jax.ops.lookup import lookup
 from dsv4_jax.ops.ngrams import Hashing, hashing, ngram_rows
 from dsv4_jax.optim.roles import MatrixSpec, Role
 
-PART = "engram"  # of the optimizer: has a factor on the learning rate
+PART = "engram"  # part of the model for the optimizer, which multiplies its learning rate by a factor
 
 
 def compute_hashing(cfg: ModelConfig) -> Hashing:
-    """The constants of all the model's n-gram hashes.
+    """Compute the constants of all n-gram hashes of the model.
 
     Raises:
         ConfigError: if they give other sizes than the configuration states, or too many rows.
@@ -42,17 +42,17 @@ def compute_hashing(cfg: ModelConfig) -> Hashing:
 
 
 def count_spare_rows(rows: int) -> int:
-    """Rows, never read, that follow a table's own so that many numbers of devices divide it.
+    """Count the rows to add to a table of `rows` so that many numbers of devices divide it. They are never read.
 
-    The stored rows are a multiple of 3 x 2^k for the largest k up to 12 that adds no more than a thousandth,
-    whatever the mesh: a checkpoint fits any.
+    The stored rows are a multiple of 3 x 2^k, for the largest k up to 12 that adds at most a thousandth. The mesh has
+    no part in it, so that a checkpoint fits any.
     """
     multiples = (3 << k for k in range(12, -1, -1) if (3 << k) * 1000 <= rows)
     return -rows % next(multiples, 1)
 
 
 def make_token_map_buffer(cfg: ModelConfig, make: Params) -> TokenMap | None:
-    """The model's token map; None without Engrams, or where `token_map` gives none."""
+    """Make the buffer of the model's token map; None without Engrams, or where `token_map` gives none."""
     numbers_V = token_map(cfg) if cfg.engram_layer_ids else None
     return None if numbers_V is None else make.buffer(TokenMap, jnp.asarray(numbers_V), "tokens")
 
@@ -60,11 +60,11 @@ def make_token_map_buffer(cfg: ModelConfig, make: Params) -> TokenMap | None:
 def compute_engram_rows(
     cfg: ModelConfig, numbers_V: TokenMap | None, ids_BS: jax.Array, text_BS: jax.Array, docs: Documents
 ) -> jax.Array:
-    """Table rows that every token reads before every Engram's layer, int32 [B, S, L, C].
+    """Compute the table rows that every token reads in every Engram, int32 [B, S, L, C].
 
     Args:
         cfg: the model.
-        numbers_V: its token map.
+        numbers_V: token map, the number in n-grams of every token id.
         ids_BS: token ids.
         text_BS: whether a token is text, neither of an image nor padding.
         docs: document borders.
@@ -89,7 +89,10 @@ def compute_engram_rows(
 
 
 class Engram(nnx.Module):
-    """The memory before one layer: a table of n-grams, keys that gate it and values that it adds."""
+    """Engram memory before one layer: a table of n-grams, and projections of its rows to keys and values.
+
+    The keys gate the values, which are added to the streams.
+    """
 
     def __init__(self, cfg: ModelConfig, make: Params, number: int):
         self.cfg = cfg
@@ -106,13 +109,15 @@ class Engram(nnx.Module):
         self.k_weight = make.ones(("streams", N), ("norm", D), suffix="", role=gains)
 
     def __call__(self, x_BSND: jax.Array, rows_BSC: jax.Array, text_BS: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """The streams with what is remembered of the n-grams in `rows`; as they were where not `text`.
+        """Add the memory of the n-grams in `rows` to the streams, where `text`.
 
-        There zeros are read: no value comes of them, and no gradient returns, whatever the gate.
+        Elsewhere zeros are read. Their values are zero whatever the gate, so the streams stay as they were, and no
+        gradient reaches the table.
         """
         N, D = x_BSND.shape[2:]
         with jax.named_scope("lookup"):
             e_BSI = saved(self._read(rows_BSC, text_BS, dtype))
+        # One key for every stream [B, S, N, D] and one value for all [B, S, D].
         kv = linear(e_BSI, self.wkv, dtype)
         key_BSND = kv[..., : N * D].reshape(x_BSND.shape)
         value_BSD = kv[..., N * D :]
@@ -122,8 +127,9 @@ class Engram(nnx.Module):
         return (x_BSND + memory).astype(x_BSND.dtype)
 
     def _read(self, rows_BSC: jax.Array, text_BS: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """The rows of each token side by side, [B, S, C K]; zeros where not `text`."""
+        """Look up the rows of each token, side by side [B, S, C K]; zeros where not `text`."""
         table = self.embed[...]
+        # A row number after the table's last reads zeros. The table is split by rows over the mesh axes of its spec.
         rows_BSC = jnp.where(text_BS[..., None], rows_BSC, len(table))
         spec = jax.typeof(table).sharding.spec
         axes = (spec[0],) if isinstance(spec[0], str) else tuple(spec[0] or ())
@@ -136,10 +142,10 @@ class Engram(nnx.Module):
 
 
 def compute_gates(x_BSND: jax.Array, key_BSND: jax.Array, gain_ND: jax.Array, eps: float) -> jax.Array:
-    """How far each stream takes what is remembered, fp32 [B, S, N]: sigmoid of the signed root of q k / sqrt(D).
+    """Compute the weight of the memory in each stream, fp32 [B, S, N]: sigmoid of the signed root of q k / sqrt(D).
 
-    q and k are stream and key after RMSNorm; `gain` is the product of the two norms' weights. The root's
-    slope is 0 below |q k| = 1e-6 sqrt(D), so that the gradient is finite at q k = 0 and at a key of zeros.
+    q and k are stream and key after RMSNorm; `gain` is the product of the two norms' weights. The root's slope is 0
+    below |q k| = 1e-6 sqrt(D), so that the gradient is finite at q k = 0 and at a key of zeros.
     """
     x, key = x_BSND.astype(jnp.float32), key_BSND.astype(jnp.float32)
     scale = lambda a: jax.lax.rsqrt((a * a).mean(-1) + eps)

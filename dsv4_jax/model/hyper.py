@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Manifold-constrained hyper-connections: N residual streams, mixed by a doubly stochastic matrix.
 
-All of it in fp32 (section 2.2). Letters: B rows, S positions, N streams (j in, k out), D width.
+All of it in fp32 (section 2.2). A hyper-connection wraps one sublayer, attention or feed-forward: `collapse` makes
+the sublayer's input from the streams and `expand` adds its output to them, with the gates of `compute_mix`.
+
+Letters: B rows, S positions, N streams (j in, k out), D width.
 """
 
 from typing import NamedTuple
@@ -16,7 +19,13 @@ from dsv4_jax.optim.roles import MatrixSpec, Role
 
 
 class Mix(NamedTuple):
-    """Gates of one site, fp32: input mix, output gates, and the stream mixing matrix."""
+    """Gates of one hyper-connection, fp32.
+
+    Attributes:
+        pre_BSN: input mix, the weight of each stream in the sublayer's input.
+        post_BSN: output gates, the weight of the sublayer's output in each stream.
+        comb_BSNN: mixing matrix, the weight of stream j in stream k.
+    """
 
     pre_BSN: jax.Array
     post_BSN: jax.Array
@@ -24,10 +33,10 @@ class Mix(NamedTuple):
 
 
 def sinkhorn(z_BSNN: jax.Array, iterations: int, eps: float) -> jax.Array:
-    """Nearly doubly stochastic matrices: exp(z) scaled by rows and columns (section 2.2).
+    """Scale exp(z) by rows and columns to nearly doubly stochastic matrices [B, S, N, N] (section 2.2).
 
-    `iterations` pairs of a row (sum over k) and a column (sum over j) normalisation, the first row
-    normalisation being the softmax. The backward pass recomputes them from z.
+    There are `iterations` pairs of a row (sum over k) and a column (sum over j) normalisation; the first row
+    normalisation is the softmax. The backward pass recomputes them from z, which saves their memory.
     """
 
     @jax.checkpoint
@@ -46,17 +55,17 @@ def sinkhorn(z_BSNN: jax.Array, iterations: int, eps: float) -> jax.Array:
 
 
 def make_connection(make: Params, cfg: ModelConfig) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
-    """fn [N*D, 2N + N*N], base [2N + N*N] and scale [3] of one site."""
+    """Make the parameters of one hyper-connection: fn [N*D, 2N + N*N], base [2N + N*N] and scale [3]."""
     n, d = cfg.hc_mult, cfg.dim
-    return _mixers(make, cfg, n * d, (n, n, n * n))
+    return _make_mixers(make, cfg, n * d, (n, n, n * n))
 
 
 def make_head(make: Params, cfg: ModelConfig) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
-    """fn [N*D, N], base [N] and scale [1] of the collapse before the output."""
-    return _mixers(make, cfg, cfg.hc_mult * cfg.dim, (cfg.hc_mult,))
+    """Make the parameters of `collapse_head` (`hc_head`): fn [N*D, N], base [N] and scale [1]."""
+    return _make_mixers(make, cfg, cfg.hc_mult * cfg.dim, (cfg.hc_mult,))
 
 
-def _mixers(make: Params, cfg: ModelConfig, width: int, outputs: tuple[int, ...]):
+def _make_mixers(make: Params, cfg: ModelConfig, width: int, outputs: tuple[int, ...]):
     gates = Role("matrix", MatrixSpec(output_split=outputs))  # one projection for each kind of gate
     fn = make.kernel(("embed", width), ("streams", sum(outputs)), suffix="", role=gates)
     base = make.full(0.0, ("streams", sum(outputs)))
@@ -64,7 +73,7 @@ def _mixers(make: Params, cfg: ModelConfig, width: int, outputs: tuple[int, ...]
 
 
 def _project(x_BSND: jax.Array, fn: nnx.Param, eps: float) -> jax.Array:
-    """RMS-normalised streams, flattened, times fn: fp32 [B, S, outputs]."""
+    """Multiply the RMS-normalised, flattened streams by fn: fp32 [B, S, outputs]."""
     x = x_BSND.astype(jnp.float32)
     norm = jax.lax.rsqrt(jnp.mean(x * x, axis=(-2, -1)) + eps)
     w = whole(fn).reshape(*x.shape[-2:], -1)
@@ -72,9 +81,9 @@ def _project(x_BSND: jax.Array, fn: nnx.Param, eps: float) -> jax.Array:
 
 
 def compute_mix(x_BSND: jax.Array, fn: nnx.Param, base: nnx.Param, scale: nnx.Param, cfg: ModelConfig) -> Mix:
-    """The gates that a site reads from its streams (section 2.2)."""
+    """Compute the gates of a hyper-connection from the streams (section 2.2)."""
     n = cfg.hc_mult
-    m = _project(x_BSND, fn, cfg.norm_eps)
+    m = _project(x_BSND, fn, cfg.norm_eps)  # [B, S, 2N + N*N]: N input, N output and N*N mixing logits
     s, b = whole(scale), whole(base)
     pre = jax.nn.sigmoid(m[..., :n] * s[0] + b[:n]) + cfg.hc_eps
     post = 2 * jax.nn.sigmoid(m[..., n : 2 * n] * s[1] + b[n : 2 * n])
@@ -84,20 +93,20 @@ def compute_mix(x_BSND: jax.Array, fn: nnx.Param, base: nnx.Param, scale: nnx.Pa
 
 
 def collapse(x_BSND: jax.Array, pre_BSN: jax.Array) -> jax.Array:
-    """The input of a sublayer: the streams weighted by `pre`, in x's type."""
+    """Compute a sublayer's input [B, S, D], the sum of the streams weighted by `pre`, in x's type."""
     return jnp.einsum("bsn,bsnd->bsd", pre_BSN, x_BSND.astype(jnp.float32)).astype(x_BSND.dtype)
 
 
 def expand(y_BSD: jax.Array, x_BSND: jax.Array, mix: Mix) -> jax.Array:
-    """The streams after a sublayer: stream k gets post_k y + sum_j comb_jk x_j, in x's type."""
+    """Compute the streams after a sublayer, post_k y + sum_j comb_jk x_j for stream k, in x's type."""
     streams = [x_BSND[:, :, j].astype(jnp.float32) for j in range(x_BSND.shape[2])]
-    # Written out, not as an einsum: 4 x 4 products per token are memory traffic, which fuses this way.
+    # Written out, not as an einsum: N x N products per token cost only memory traffic, and this form fuses.
     kept = [sum(mix.comb_BSNN[..., j, k, None] * x for j, x in enumerate(streams)) for k in range(len(streams))]
     y_BSND = mix.post_BSN[..., None] * y_BSD.astype(jnp.float32)[:, :, None]
     return (jnp.stack(kept, axis=2) + y_BSND).astype(x_BSND.dtype)
 
 
 def collapse_head(x_BSND: jax.Array, fn: nnx.Param, base: nnx.Param, scale: nnx.Param, cfg: ModelConfig) -> jax.Array:
-    """The streams collapsed before the final norm (`hc_head`)."""
+    """Collapse the streams before the final norm to [B, S, D], by gates of their own (`hc_head`)."""
     m = _project(x_BSND, fn, cfg.norm_eps)
     return collapse(x_BSND, jax.nn.sigmoid(m * whole(scale) + whole(base)) + cfg.hc_eps)

@@ -27,13 +27,13 @@ from dsv4_jax.ops.images import Cells, image_tables, max_cells
 
 
 def make_delimiters(cfg: ModelConfig, make: Params) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
-    """The learned vectors `image_start`, `image_newline` and `image_end`, [D] each."""
+    """Make the learned vectors `image_start`, `image_newline` and `image_end`, [D] each."""
     start, newline, end = (make.vector(("norm", cfg.dim)) for _ in range(3))
     return start, newline, end
 
 
 class Parts(Protocol):
-    """What a model that sees images has."""
+    """Parts of a model that reads images."""
 
     vision: Any
     aligner: Any
@@ -51,29 +51,26 @@ def embed_images(
     cfg: ModelConfig,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Embeddings with images in their places, and what made them (V4.1 section 2.1.1).
+    """Put images into the embeddings of a batch (V4.1 section 2.1.1).
 
     Args:
         parts: the model.
-        e_BSD: embeddings of all token ids, laid out as `mesh.act_spec`. Those of image positions are
-            replaced and get no gradient.
+        e_BSD: embeddings of all token ids, laid out as `mesh.act_spec`. Those of image positions are replaced and get
+            no gradient.
         token_types_BS: int, laid out likewise: -1 text, 0 start, 1 image, 2 newline, 3 end.
-        patches: [P, 3, p, p], all images' one after another in reading order, or in groups that are
-            packed by themselves [G, P, 3, p, p]. What comes after the last image is padding.
-        image_grids: int [n, 4] = (row, start position, patch rows, patch columns), or [G, n, 4]; a line
-            without patch rows is padding. `row` counts the rows of the whole batch also in groups;
-            group g has the images of rows g B / G to (g + 1) B / G.
+        patches: [P, 3, p, p], the patches of all images one after another in reading order; or [G, P, 3, p, p], in
+            groups that are packed by themselves. Patches after the last image are padding.
+        image_grids: int [n, 4] = (row, start position, patch rows, patch columns), or [G, n, 4]. A line without patch
+            rows is padding. `row` counts the rows of the whole batch, also in groups; group g has the images of rows
+            g B / G to (g + 1) B / G.
         cfg: the model's configuration.
-        dtype: type of the large products.
+        dtype: type of the matrix products.
 
     Returns:
-        e_BSD: delimiters and cells at positions of their type; an image position that no image covers
-            is zero.
-        outputs: `vision` [P, vision_dim], the tower's features, and `aligner` [C, D], the vectors of all
-            cells, in groups if the patches are. Both are zero after the last image; P and C are at
-            least 1. C follows from
-            shapes alone: no group has more cells than its rows have positions, nor than its patches
-            can make (see `max_cells`).
+        The embeddings, with delimiters and cells at positions of their type (zero at an image position that no image
+        covers); and the outputs of the tower, `vision` [P, vision_dim], and of the aligner, `aligner` [C, D], in
+        groups if the patches are. Both are zero after the last image; P and C are at least 1. C follows from shapes
+        alone: a group has at most one cell for each position of its rows, and at most `max_cells` of its patches.
 
     Raises:
         ValueError: for arguments of the wrong shape or type, naming what was expected and found.
@@ -83,6 +80,7 @@ def embed_images(
     if not grouped:
         patches, image_grids = patches[None], image_grids[None]
     _check_grids(image_grids, patches.shape[1], e_BSD.shape[0])
+    # Sizes of a group in chunks of one size over `context`: N patches and `cells` cells.
     groups, positions = jax.P(BATCH) if grouped else jax.P(None), jax.P(BATCH, "context")
     chunks = jax.P(*groups, "context")
     image_grids = jax.reshard(image_grids, groups)
@@ -90,18 +88,21 @@ def embed_images(
     P = max(P, 1)  # nothing can be gathered from an empty array
     C = max(1, min(B // G * S, max_cells(P, image_grids.shape[1], cfg.vision_downsample_ratio)))
     devices = jax.sharding.get_abstract_mesh().shape["context"]
-    N, cells = (-(-size // devices) * devices for size in (P, C))  # in chunks of one size
+    N, cells = (-(-size // devices) * devices for size in (P, C))
 
+    # Tables [G, N] and [G, cells], made from whole grids; then tables and patches are cut into chunks.
     make = jax.shard_map(functools.partial(_make_tables, cfg, N, cells), in_specs=groups, out_specs=groups)
     tables = jax.tree.map(lambda x: jax.reshard(x, chunks), make(image_grids))
-    if N != patches.shape[1]:  # never so in training: the data are padded
+    if N != patches.shape[1]:  # not in training, whose data are padded
         patches = jnp.pad(jax.reshard(patches, groups), [(0, 0), (0, N - patches.shape[1])] + [(0, 0)] * 3)
     patches = jax.reshard(patches, chunks)
+    # Patches to the tower's features [G, N, vision_dim], those to cells [G, cells, D].
     with jax.named_scope("vision"):
         x_GPD = parts.vision(patches, tables, dtype)
     with jax.named_scope("aligner"):
         align = recomputed(lambda aligner, x_GPD: aligner(x_GPD, tables, dtype), cfg.remat)
         y_GCD = align(parts.aligner, x_GPD)
+    # Cells and delimiters to the positions of their type.
     vectors = {START: parts.image_start, NEWLINE: parts.image_newline, END: parts.image_end}
     insert = jax.shard_map(_insert, in_specs=(positions, positions, chunks, chunks, jax.P()), out_specs=positions)
     vectors = {kind: whole(vector) for kind, vector in vectors.items()}
@@ -119,17 +120,19 @@ def _make_tables(cfg: ModelConfig, P: int, C: int, grids_Gn4: jax.Array) -> Imag
 def _insert(
     e_BSD: jax.Array, types_BS: jax.Array, y_GCD: jax.Array, cells: Cells, vectors: dict[int, jax.Array]
 ) -> jax.Array:
-    """Image positions of one device's rows and chunk of positions; fp32 inside, e's type outside."""
+    """Replace the image positions of one device's rows and chunk of positions; fp32 inside, e's type outside."""
     B, S, D = e_BSD.shape
+    # All cells of the device's groups, and the place [G, C] of each in its B x S positions; B S for those elsewhere.
     y_GCD, cells = gather_chunks(y_GCD), jax.tree.map(gather_chunks, cells)
     cells_GC = y_GCD.shape[0] * y_GCD.shape[1]
     row_GC = cells.row_C - jax.lax.axis_index(BATCH) * B
     position_GC = cells.position_C - offset(S)
     here_GC = (row_GC >= 0) & (row_GC < B) & (position_GC >= 0) & (position_GC < S)
     place_GC = jnp.where(here_GC, row_GC * S + position_GC, B * S)
-    # Which cell a position shows: integers are scattered, vectors only gathered.
+    # The cell of each position, [B S]. Integers are scattered so that vectors need only be gathered: [B, S, D].
     cell = jnp.full(B * S, cells_GC).at[place_GC.reshape(-1)].set(jnp.arange(cells_GC), mode="drop")
     shown_BSD = y_GCD.reshape(-1, D).at[cell.reshape(B, S)].get(mode="fill", fill_value=0).astype(jnp.float32)
+    # Delimiters replace what was gathered at their positions; text keeps its embedding.
     types_BS1 = types_BS[..., None]
     for kind, vector_D in vectors.items():
         shown_BSD = jnp.where(types_BS1 == kind, vector_D, shown_BSD)
@@ -139,7 +142,11 @@ def _insert(
 def _check_inputs(
     e_BSD: jax.Array, types_BS: jax.Array, patches: jax.Array, image_grids: jax.Array, cfg: ModelConfig
 ) -> bool:
-    """Whether the patches come in groups; refuses what fits neither form."""
+    """Check shapes and types, and return whether the patches come in groups.
+
+    Raises:
+        ValueError: for arguments that fit neither form.
+    """
 
     def shown(x: jax.Array) -> str:
         return f"found {x.dtype}{list(x.shape)}"
@@ -171,7 +178,11 @@ def _check_inputs(
 
 
 def _check_grids(grids_Gn4: jax.Array, P: int, B: int) -> None:
-    """Refuses grids that need more patches or rows than there are; under a trace their values are unknown."""
+    """Check that P patches and B rows are enough for the grids; not under a trace, where values are unknown.
+
+    Raises:
+        ValueError: if they are not.
+    """
     if isinstance(grids_Gn4, Tracer):
         return
     grids = np.asarray(grids_Gn4)

@@ -22,13 +22,13 @@ from dsv4_jax.ops.shards import Shards
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a layer go.
+    """Routing of a layer's tokens to experts.
 
     Attributes:
-        scores_BSE: sqrt(softplus) affinities, fp32.
-        shares_BSE: each score over the sum of all the token's scores, fp32.
+        scores_BSE: affinities sqrt(softplus(logit)), fp32.
+        shares_BSE: each score divided by the sum of the token's scores, fp32.
         experts_BSk: chosen experts, int32.
-        weights_BSk: their weights, fp32.
+        weights_BSk: weights of the chosen experts' outputs, fp32.
     """
 
     scores_BSE: jax.Array
@@ -38,10 +38,10 @@ class Routing(NamedTuple):
 
 
 def sqrt_softplus(z: jax.Array) -> jax.Array:
-    """sqrt(log(1 + e^z)) with a finite gradient everywhere.
+    """Compute sqrt(log(1 + e^z)) with a finite gradient everywhere.
 
-    Softplus underflows to 0 below about -104 in fp32, where the root's gradient would be infinite;
-    there the function is e^(z/2) to all digits, as it is for every z below -20.
+    Softplus underflows to 0 below about -104 in fp32, where the root's gradient would be infinite. Below -20 the
+    function equals e^(z/2) to all digits, so that is computed instead.
     """
     low = z < -20
     root = jnp.sqrt(jax.nn.softplus(jnp.where(low, 0.0, z)))
@@ -51,19 +51,19 @@ def sqrt_softplus(z: jax.Array) -> jax.Array:
 def log_sqrt_softplus(z: jax.Array) -> jax.Array:
     """Compute log(sqrt(log(1 + e^z))), which stays finite where the root underflows to 0.
 
-    Quotients of scores are a softmax of this: the sum of scores that are all tiny would underflow, and its square
-    in the gradient earlier.
+    Quotients of scores are computed as a softmax of this. A sum of tiny scores would underflow, and its square in the
+    gradient would do so earlier.
     """
     low = z < -20
     return jnp.where(low, z / 2, jnp.log(jax.nn.softplus(jnp.where(low, 0.0, z))) / 2)
 
 
 def make_hash_table(vocab: int, n_experts: int, k: int, seed: int) -> np.ndarray:
-    """Experts of every token id, int32 [vocab, k]: rows of distinct experts, all equally often.
+    """Draw the experts of every token id, int32 [vocab, k]: k distinct ones, and every expert equally often.
 
-    Tokens in random order take k consecutive experts each of a cycle that is a fresh random order of
-    all experts every time it has come round whole, so any expert is as frequent as any other up to
-    the last, unfinished round. The published tables' rule is unknown; load those with the weights.
+    In every round each expert is given out equally often: tokens in random order take k neighbours each of a cycle
+    of all experts, whose order is drawn anew for the round. Only the last, unfinished round is uneven. The rule of
+    the published tables is unknown; load those with the weights.
     """
     rng = np.random.RandomState(seed)  # its stream is frozen: the same table on every machine
     tokens = n_experts // np.gcd(n_experts, k)  # tokens that use every expert equally often
@@ -92,14 +92,19 @@ class Gate(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, ids_BS: jax.Array, image_BS: jax.Array | None, forced_BSk: jax.Array | None
     ) -> Routing:
-        """Routes all tokens; `forced_BSk` replaces the choice of a learned layer (section 4.2.3).
+        """Route all tokens.
 
-        Images' positions (`image_BS`) are balanced by `bias_vl`, if there is one (V4.1 section 2.1.1).
+        Args:
+            x_BSD: input of the experts.
+            ids_BS: token ids, from which hashed layers choose.
+            image_BS: positions of images, balanced by `bias_vl` if there is one (V4.1 section 2.1.1); None without.
+            forced_BSk: experts that replace the choice of a learned layer (section 4.2.3).
         """
         cfg = self.cfg
         x, w = x_BSD.astype(jnp.float32), whole(self.weight)
         logits = jnp.einsum("bsd,de->bse", x, w, precision="highest") / cfg.gate_temp
         scores, log_scores = sqrt_softplus(logits), log_sqrt_softplus(logits)
+        # The choice [B, S, k]: by token id, given, or the best biased scores.
         if self.hashed:
             experts = jax.reshard(self.tid2eid[...], jax.P()).at[ids_BS].get(out_sharding=act_spec(3))
         elif forced_BSk is not None:
@@ -109,7 +114,7 @@ class Gate(nnx.Module):
             if cfg.modality_bias and image_BS is not None:
                 bias = jnp.where(image_BS[..., None], whole(self.bias_vl), bias)
             biased = jax.lax.stop_gradient(scores) + bias
-            tokens = act_spec(3)  # by hand: XLA gathers all scores of all devices for a sharded top-k
+            tokens = act_spec(3)  # in shard_map: XLA would gather the scores of all devices for a sharded top-k
             best = lambda scores: jax.lax.top_k(scores, cfg.n_activated_experts)[1]
             experts = jax.shard_map(best, in_specs=tokens, out_specs=tokens)(biased)
         weights = jax.nn.softmax(jnp.take_along_axis(log_scores, experts, axis=-1), axis=-1) * cfg.route_scale
@@ -117,7 +122,7 @@ class Gate(nnx.Module):
 
 
 class RoutedExperts(nnx.Module):
-    """The routed experts, stacked: w1 (gate) and w3 (up) [E, D, F], w2 (down) [E, F, D]."""
+    """Parameters of the routed experts, stacked: w1 (gate) and w3 (up) [E, D, F], w2 (down) [E, F, D]."""
 
     def __init__(self, cfg: ModelConfig, make: Params):
         E, D, F = ("experts", cfg.n_routed_experts), ("embed", cfg.dim), ("mlp", cfg.moe_inter_dim)
@@ -125,7 +130,7 @@ class RoutedExperts(nnx.Module):
 
 
 class SharedExpert(nnx.Module):
-    """The expert that every token uses."""
+    """Parameters of the shared expert, which every token uses."""
 
     def __init__(self, cfg: ModelConfig, make: Params):
         D, F = ("embed", cfg.dim), ("mlp", cfg.moe_inter_dim)
@@ -150,18 +155,20 @@ class MoE(nnx.Module):
         forced_BSk: jax.Array | None,
         dtype: jnp.dtype,
     ) -> tuple[jax.Array, Routing, jax.Array]:
-        """Output [B, S, D], the routing, and how many of the real tokens' activations the SwiGLUs clamp.
+        """Compute the output [B, S, D], the routing, and the number of real tokens' activations that SwiGLUs clamp.
 
-        Padding (not `real_BS`) goes to no routed expert.
+        Tokens that are not `real_BS` are padding and go to no routed expert. `dtype` is the type of the products.
         """
         cfg, tokens = self.cfg, jax.P(BATCH, "context")
         routing = self.gate(x_BSD, ids_BS, image_BS, forced_BSk)
+        # Routed experts: tokens go to the devices of their experts, and the outputs come back.
         kernels = Kernels(*(w[...] for w in (self.experts.w1, self.experts.w3, self.experts.w2)))
         specs = tuple(jax.typeof(w).sharding.spec for w in kernels)
         run = functools.partial(routed_experts, _make_settings(cfg, specs))
         in_specs = tokens, tokens, tokens, tokens, Kernels(*specs)
         run = jax.shard_map(run, in_specs=in_specs, out_specs=(tokens, jax.P()))
         y, hit = run(x_BSD.astype(dtype), routing.experts_BSk, routing.weights_BSk, real_BS, kernels)
+        # The shared expert runs on every token where it is.
         shared = self.shared_experts
         gate, up = linear(x_BSD, shared.w1, dtype), linear(x_BSD, shared.w3, dtype)
         hit += (clamped(gate, up, cfg.swiglu_limit) * real_BS).sum()
@@ -169,15 +176,17 @@ class MoE(nnx.Module):
 
 
 def _find_split(spec: jax.P) -> tuple[int, tuple[str, ...]]:
-    """The axis of an expert's matrix that is split, and over which mesh axes; the first one is that of experts."""
+    """Find the axis of an expert's matrix that `spec` splits, and over which mesh axes; axis 0 holds the experts."""
     over = [(axis, (names,) if isinstance(names, str) else tuple(names)) for axis, names in enumerate(spec) if names]
     return next(((axis, names) for axis, names in over if axis), (0, ()))
 
 
 def _make_settings(cfg: ModelConfig, specs: tuple[jax.P, ...]) -> Experts:
-    """How the experts of kernels that lie like `specs` compute."""
+    """Make the settings of `routed_experts` for kernels sharded by `specs`."""
     exchange, devices = cfg.expert_exchange, jax.sharding.get_abstract_mesh().shape["expert"]
-    if exchange == "auto":  # a gather moves a row for each neighbour, an exchange one for each expert of a token
+    if (
+        exchange == "auto"
+    ):  # a token is sent once to each device by a gather, once to each of its experts by an exchange
         many = devices > cfg.n_activated_experts and not on_cpu()
         exchange = "ragged" if many or cfg.expert_waves > 1 else "gather"
     w1, w3, w2 = (Shards(*_find_split(s), cfg.expert_gradients) for s in specs)
@@ -186,31 +195,34 @@ def _make_settings(cfg: ModelConfig, specs: tuple[jax.P, ...]) -> Experts:
 
 
 def count_loads(routing: Routing, real_BS: jax.Array, n_experts: int) -> jax.Array:
-    """Real tokens that each expert got, fp32 [E]."""
+    """Count the real tokens that each expert got, fp32 [E]."""
     return (jax.nn.one_hot(routing.experts_BSk, n_experts) * real_BS[..., None, None]).sum((0, 1, 2))
 
 
 def compute_balance_loss(routing: Routing, docs: Documents) -> jax.Array:
-    """Sequence-wise balance loss of one layer, summed over real tokens (section 2.1.2 of V3).
+    """Compute the sequence-wise balance loss of one layer, summed over real tokens (section 2.1.2 of V3).
 
-    A sequence is a document. For a document of T tokens, f_e = E/(kT) * (tokens routed to e) and
-    P_e = mean share of e in the scores; the result is the sum of T * sum_e f_e P_e over documents, to
-    be divided by the number of real tokens. f carries no gradient.
+    A sequence is a document. For a document of T tokens, f_e = E/(kT) * (tokens routed to e) and P_e = mean share of
+    e in the scores. The result is the sum of T * sum_e f_e P_e over documents; divide it by the number of real
+    tokens. f carries no gradient.
     """
     E, k = routing.shares_BSE.shape[-1], routing.experts_BSk.shape[-1]
 
     def rows(shares_BSE: jax.Array, experts_BSk: jax.Array, first_BS: jax.Array) -> jax.Array:
         S = first_BS.shape[1]
         origin = offset(S)
+        # What a document adds up over its tokens, [B, S, 2E + 1]: choices of each expert, its shares, tokens.
         values = jnp.concatenate(
             [jax.nn.one_hot(experts_BSk, E).sum(2), shares_BSE, jnp.ones_like(shares_BSE[..., :1])], -1
         )
-        # Slot 0 is the document that began left of this chunk, if any; padding (first >= whole row) is dropped.
+        # Sums [B, S + 1, 2E + 1] by the chunk's position at which a document begins, plus 1. Slot 0 is the document
+        # that began left of this chunk, if any. Padding, whose `first` is after the row, is dropped.
         slot_BS = jnp.where(first_BS >= origin, first_BS - origin + 1, 0)
         sums = jax.vmap(lambda x, slot: jax.ops.segment_sum(x, slot, num_segments=S + 1))(values, slot_BS)
-        # A document is summed up where it begins.
+        # A document's sums belong to the device where it begins: add the slots 0 of the devices after it.
         begun_PB, parts_PBE = (jax.lax.all_gather(a, "context") for a in (first_BS[:, 0], sums[:, 0]))
         home_PB = jnp.where((begun_PB >= origin) & (begun_PB < origin + S), begun_PB - origin + 1, S + 1)
+        # [P, B, ...] of all devices; S + 1 is no slot, so sums that belong elsewhere are dropped.
         add = lambda total, slot, part: total.at[slot].add(part, mode="drop")
         sums = jax.vmap(add, (0, 1, 1))(sums, home_PB, parts_PBE)
         chosen, share, length = jnp.split(sums[:, 1:], (E, 2 * E), axis=-1)

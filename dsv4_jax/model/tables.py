@@ -60,7 +60,7 @@ def _make_tables(cfg: ModelConfig, segment_ids: jax.Array, replay_BS: jax.Array 
 
 
 class Chunk(NamedTuple):
-    """Where a chunk of S queries lies. Positions of queries and of their keys are counted from the same token.
+    """Place of a chunk of S queries. Positions of queries, keys and windows are counted from one token, whichever.
 
     Attributes:
         rotation: angles of the queries.

@@ -24,12 +24,12 @@ from dsv4_jax.model.rope import Rotation, rotation
 from dsv4_jax.ops.images import Cells, Patches, attend_images
 from dsv4_jax.optim.roles import MatrixSpec, Role
 
-EPS = 1e-6  # of the tower's norms, whatever `norm_eps` the language model has
-BLOCK = 512  # patches that attention handles at a time: an image has thousands
+EPS = 1e-6  # epsilon of the tower's norms, whatever the language model's `norm_eps`
+BLOCK = 512  # patches that attention handles at a time; an image has thousands
 
 
 class ImageTables(NamedTuple):
-    """Integer and angle tables of a batch's images, [G, ...] each, that all blocks share."""
+    """Integer and angle tables of a batch's images, [G, ...] each; all blocks of the tower read them."""
 
     patches: Patches
     cells: Cells
@@ -37,7 +37,7 @@ class ImageTables(NamedTuple):
 
 
 def compute_angles(cfg: ModelConfig, row: jax.Array, column: jax.Array) -> Rotation:
-    """Angles of patches, fp32 [..., K / 2]: the first half of the channel pairs turn by row, the others by column."""
+    """Compute angles of patches, fp32 [..., K / 2]: by row for the first half of the channel pairs, else by column."""
     quarter = cfg.vision_dim // cfg.vision_n_heads // 4
     freq = cfg.vision_rope_theta ** (-np.arange(quarter, dtype=np.float64) / quarter)
     parts = rotation(freq, row), rotation(freq, column)
@@ -45,7 +45,7 @@ def compute_angles(cfg: ModelConfig, row: jax.Array, column: jax.Array) -> Rotat
 
 
 def rotate_halves(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """Rotates channel pairs (j, j + K / 2) of x [..., K] by `rotation` [..., K / 2]; fp32 inside, x's type outside."""
+    """Rotate channel pairs (j, j + K / 2) of x [..., K] by `rotation` [..., K / 2]; fp32 inside, x's type outside."""
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate(
         [left * rotation.cos - right * rotation.sin, right * rotation.cos + left * rotation.sin], axis=-1
@@ -61,19 +61,19 @@ class Affine(nnx.Module):
         self.bias = make.full(0.0, outputs)
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """x [..., in] to [..., out], in `dtype`."""
+        """Map x [..., in] to [..., out] in `dtype`; the bias is added in fp32."""
         return (linear(x, self.weight, dtype).astype(jnp.float32) + whole(self.bias)).astype(dtype)
 
 
 class PatchEmbed(nnx.Module):
-    """Pixels of a patch to a vector."""
+    """Projection of a patch's pixels to the tower's width."""
 
     def __init__(self, cfg: ModelConfig, make: Params):
         self.proj = Affine(make, ("pixels", 3 * cfg.vision_patch_size**2), ("embed", cfg.vision_dim))
 
 
 class PatchAttention(nnx.Module):
-    """Attention of every patch to all patches of its image."""
+    """Attention of every patch to all patches of its image, with RoPE by row and column."""
 
     def __init__(self, cfg: ModelConfig, make: Params):
         self.heads, D = cfg.vision_n_heads, cfg.vision_dim
@@ -82,7 +82,7 @@ class PatchAttention(nnx.Module):
         self.wo = Affine(make, ("heads", D), ("embed", D))
 
     def __call__(self, x_GPD: jax.Array, tables: ImageTables, dtype: jnp.dtype) -> jax.Array:
-        """Output [G, P, D]."""
+        """Compute the output [G, P, D]."""
         G, P, D = x_GPD.shape
         qkv = self.wqkv(x_GPD, dtype).reshape(G, P, 3, self.heads, D // self.heads)
         chunks = _chunk_spec(x_GPD)
@@ -91,12 +91,16 @@ class PatchAttention(nnx.Module):
 
 
 def _attend_patches(qkv_GP3HK: jax.Array, tables: ImageTables) -> jax.Array:
-    """Attention of one device's chunk of its groups, which become one sequence of images: [G, P, H K]."""
+    """Attend from one device's chunk of patches to all patches of its groups: [G, P, H K].
+
+    The device's groups become one sequence of images.
+    """
     G, P, _, H, K = qkv_GP3HK.shape
     q, k, v = jnp.moveaxis(qkv_GP3HK, 2, 0)
     heads = jax.tree.map(lambda a: a[:, :, None], tables.angles)  # the same angles for every head
     q, k = rotate_halves(q, heads), rotate_halves(k, heads)
     k, v = gather_chunks(k), gather_chunks(v)  # [G, N, H, K]
+    # One sequence of G N keys: an image's span of patches moves by the N patches of each group before its own.
     before = jnp.arange(G)[:, None] * k.shape[1]
     spans = (x + before for x in (tables.patches.start_P, tables.patches.end_P))
     sequence = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, *spans))
@@ -112,13 +116,13 @@ class MLP(nnx.Module):
         self.w2 = make.kernel(("mlp", F), D)
 
     def __call__(self, x_GPD: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """Output [G, P, D]."""
+        """Compute the output [G, P, D]."""
         gate, up = jnp.split(linear(x_GPD, self.w1, dtype).astype(jnp.float32), 2, axis=-1)
         return linear(jax.nn.silu(gate) * up, self.w2, dtype)
 
 
 class VisionBlock(nnx.Module):
-    """A block of the tower, or a stack of all for a scan."""
+    """A block of the tower, or all blocks stacked for a scan."""
 
     def __init__(self, cfg: ModelConfig, make: Params):
         self.norm1 = make.ones(("norm", cfg.vision_dim))
@@ -127,7 +131,7 @@ class VisionBlock(nnx.Module):
         self.mlp = MLP(cfg, make)
 
     def __call__(self, x_GPD: jax.Array, tables: ImageTables, dtype: jnp.dtype) -> jax.Array:
-        """The patches after the block, [G, P, D]."""
+        """Compute the patches after the block, [G, P, D]."""
         x_GPD = x_GPD + self.attn(rms_norm(x_GPD, EPS, self.norm1), tables, dtype)
         return x_GPD + self.mlp(rms_norm(x_GPD, EPS, self.norm2), dtype)
 
@@ -143,7 +147,7 @@ class Vision(nnx.Module):
         self.norm = make.ones(("norm", cfg.vision_dim))  # trained like the aligner, while the rest is frozen
 
     def __call__(self, patches: jax.Array, tables: ImageTables, dtype: jnp.dtype) -> jax.Array:
-        """Features [G, P, D] of patches [G, P, 3, p, p], zero for padding."""
+        """Compute features [G, P, D] of patches [G, P, 3, p, p]; zero for padding."""
         G, P = patches.shape[:2]
         real_GP1 = (tables.patches.start_P < tables.patches.end_P)[..., None]
         pixels = jnp.where(real_GP1, patches.reshape(G, P, math.prod(patches.shape[2:])), 0)
@@ -155,7 +159,7 @@ class Vision(nnx.Module):
 
 
 class Aligner(nnx.Module):
-    """Squares of r x r patches to one position of the language model each (V4.1 section 2.1.1)."""
+    """Aligner of squares of r x r patches to positions of the language model (V4.1 section 2.1.1)."""
 
     def __init__(self, cfg: ModelConfig, make: Params):
         D, features = cfg.dim, cfg.vision_dim * cfg.vision_downsample_ratio**2
@@ -163,10 +167,10 @@ class Aligner(nnx.Module):
         self.w2 = Affine(make, ("mlp", D), ("embed", D))
 
     def __call__(self, x_GPD: jax.Array, tables: ImageTables, dtype: jnp.dtype) -> jax.Array:
-        """Vectors [G, C, D] of all images' cells in reading order, zero after the last one's.
+        """Compute vectors [G, C, D] of all cells in reading order; zero after the last image.
 
-        The features of a cell are those of its patches, channel by channel: D, then row, then column.
-        Patches below or right of the image count as zero.
+        The features of a cell are those of its patches, channel by channel: D, then row, then column. Patches below
+        or right of the image count as zero.
         """
         chunks = _chunk_spec(x_GPD)
         features = jax.shard_map(_unshuffle, in_specs=(chunks, chunks), out_specs=chunks)
@@ -176,7 +180,7 @@ class Aligner(nnx.Module):
 
 
 def _unshuffle(x_GPD: jax.Array, patch_GCrr: jax.Array) -> jax.Array:
-    """Features [G, C, D r r] of one device's cells."""
+    """Gather the features [G, C, D r r] of one device's cells from the patches of all devices."""
     x_GCrrD = jax.vmap(lambda x_ND, patch: x_ND.at[patch].get(mode="fill", fill_value=0))(
         gather_chunks(x_GPD), patch_GCrr
     )
@@ -184,10 +188,10 @@ def _unshuffle(x_GPD: jax.Array, patch_GCrr: jax.Array) -> jax.Array:
 
 
 def _chunk_spec(x: jax.Array) -> jax.P:
-    """How groups and chunks, the first two axes of x, lie on the mesh."""
+    """Return the spec of the first two axes of x, groups and chunks."""
     return jax.P(*jax.typeof(x).sharding.spec[:2])
 
 
 def gather_chunks(x: jax.Array) -> jax.Array:
-    """The chunks [G, ...] of all devices along `context`, one after another."""
+    """Gather the chunks [G, ...] of all devices along `context`, one after another on axis 1."""
     return jax.lax.all_gather(x, "context", axis=1, tiled=True)
