@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line.
+"""Parse the command line and call the package of each command.
 
 Exit status: 0 done; 1 the run failed; 2 bad usage or configuration; 143 stopped by SIGTERM and 130 by SIGINT (Ctrl-C),
 both after the state was saved. After a second SIGINT, or one before the first step, the status is 130 and nothing more
@@ -40,7 +40,7 @@ def exit_on_error(command: Callable[[], None]) -> None:
 
 
 def train(arguments: Sequence[str] | None = None, command_name: str = "train.py") -> None:
-    """`train.py CONFIG [--section.key value ...]`, or `dsv4 train CONFIG ...`."""
+    """Run `train.py CONFIG [--section.key value ...]`, or `dsv4 train CONFIG ...`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if not arguments or arguments[0].startswith("-"):
         print(
@@ -59,13 +59,15 @@ def train(arguments: Sequence[str] | None = None, command_name: str = "train.py"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """`dsv4 COMMAND`, or `python -m dsv4_jax COMMAND`."""
+    """Run `dsv4 COMMAND`, or `python -m dsv4_jax COMMAND`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     name = Path(sys.argv[0]).name
     name = "python -m dsv4_jax" if name == "__main__.py" else name
     if arguments[:1] == ["train"]:
         return train(arguments[1:], f"{name} train")
-    parser = argparse.ArgumentParser(prog=name, description="Train DeepSeek-V4, and what belongs to it.")
+    parser = argparse.ArgumentParser(
+        prog=name, description="Train DeepSeek-V4 and V4.1 models; plan, inspect and sample runs."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     keys: dict[str, Any] = {"allow_abbrev": False, "epilog": "Other flags: --section.key value, as for train."}
     commands.add_parser("train", help="train CONFIG [--section.key value ...]; train CONFIG --help lists the keys")
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sample.add_argument("--tokens", type=int, default=256, help="tokens to add (default 256)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     sample.add_argument("--seed", type=int, default=0, help="seed of the draws")
-    sample.add_argument("--draft", action="store_true", help="let the draft blocks propose; tells how much is accepted")
+    sample.add_argument("--draft", action="store_true", help="decode with the draft blocks; prints the accepted share")
     sample.add_argument("--raw", action="store_true", help="write control characters as they are; not to a terminal")
     lab = commands.add_parser("optim-lab", help="compare optimizers on a small task; the same command again resumes")
     lab.add_argument("spec", type=Path, help="a Python file that defines lab()")
@@ -154,9 +156,9 @@ def _sample(args: argparse.Namespace) -> None:
     model = load_model(config)
     if args.draft and not config.model.dspark_target_layer_ids:
         raise ConfigError(f"--draft: the model of {args.run_dir} has no draft blocks")
-    text, told = sample(model, tokenizer, args.prompt, args.tokens, args.seed, args.temperature, draft=args.draft)
+    text, speculated = sample(model, tokenizer, args.prompt, args.tokens, args.seed, args.temperature, draft=args.draft)
     print(args.prompt + text if args.raw else printable(args.prompt + text))
-    if told is not None:
-        passes, drafted = int(told.passes), max(int(told.drafted), 1)
-        shares = ", ".join(f"{int(count) / drafted:.0%}" for count in told.accepted_n)
+    if speculated is not None:
+        passes, drafted = int(speculated.passes), max(int(speculated.drafted), 1)
+        shares = ", ".join(f"{int(count) / drafted:.0%}" for count in speculated.accepted_n)
         print(f"{args.tokens} tokens in {passes} passes; drafts accepted up to each slot: {shares}", file=sys.stderr)

@@ -58,7 +58,7 @@ def plan(config: Config, number: int = 1, topology: str | None = None) -> Iterat
 
 
 def collectives(program: str) -> list[tuple[str, int, tuple[int, ...]]]:
-    """Kind, bytes of the result on a device, and its largest shape, of every collective in compiled text."""
+    """List every collective of a compiled program: its kind, bytes of its result on a device, its largest shape."""
     found = []
     for line in program.splitlines():
         if match := _COLLECTIVE.search(line):
@@ -72,7 +72,7 @@ def collectives(program: str) -> list[tuple[str, int, tuple[int, ...]]]:
 
 
 def slice_devices(topology: str, sizes: MeshConfig) -> np.ndarray:
-    """The devices of a TPU slice such as `v5p:2x2x1`, in the order of a mesh.
+    """Return the devices of a TPU slice such as `v5p:2x2x1`, in the order of a mesh [data, expert, context].
 
     Raises:
         ConfigError: if there is no TPU compiler or no such slice, or its devices are not the mesh's.
@@ -96,7 +96,7 @@ def slice_devices(topology: str, sizes: MeshConfig) -> np.ndarray:
 
 
 def compile_for(run: Config, leg: ResolvedStage, devices: np.ndarray) -> list[str]:
-    """Compiles a step of a run's stage for devices that need not be there, and describes it, a line each."""
+    """Compile the training step of a stage for devices that need not exist; describe it, a line for each property."""
     cfg, mesh = leg.cfg, jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
         batch = abstract_batch(cfg, cfg.data.batch_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the configuration dataclasses share: the error they raise and how they check a field."""
+"""Check configuration dataclasses, and raise the errors that end a command with a short message."""
 
 import contextlib
 import contextvars
@@ -20,7 +20,7 @@ class RunError(RuntimeError):
     """A run that cannot go on; what it saved before stays."""
 
 
-# Keys that were renamed: an old name is refused with the new one, and read as it in config.json of older runs.
+# Renamed keys. An old name is refused with the new one; in config.json of an older run it is read as the new one.
 RENAMED = {"train.stage": "train.objective"}
 
 
@@ -73,7 +73,7 @@ class Section:
 
     @property
     def prefix(self) -> str:
-        """How the section's keys start on the command line: `model.` for ModelConfig."""
+        """Return how the section's keys start on the command line: `model.` for ModelConfig."""
         return type(self).__name__.removesuffix("Config").lower() + "."
 
     def __post_init__(self) -> None:
@@ -86,21 +86,25 @@ class Section:
             self._check()
 
     def _check(self) -> None:
-        """The section's own rules."""
+        """Check the rules of this section; subclasses override it."""
 
     def need(self, key: str, ok: bool, rule: str) -> None:
-        """Refuses the value of `key` unless `ok`."""
+        """Raise ConfigError with the value of `key` and the `rule` that it breaks, unless `ok`."""
         if not ok:
             raise ConfigError(f"{self.prefix}{key} = {getattr(self, key)!r} {rule}")
 
     def need_positive(self, keys: str) -> None:
-        """Refuses any of the keys (in one string) whose value is not above 0."""
+        """Raise ConfigError for the first of `keys`, separated by spaces, whose value is not above 0."""
         for key in keys.split():
             self.need(key, getattr(self, key) > 0, "must be above 0")
 
 
 def from_fields(cls: type[Any], values: dict[str, Any], where: str) -> Any:
-    """`cls(**values)`, with a ConfigError that names unknown and missing fields."""
+    """Make a `cls` of its fields' `values`; `where` names their origin in errors.
+
+    Raises:
+        ConfigError: naming an unknown field, or the missing ones.
+    """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:

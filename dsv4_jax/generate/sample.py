@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continues a prompt with tokens drawn from the model."""
+"""Continue a prompt with tokens drawn from the model."""
 
 import math
 from collections.abc import Iterable
@@ -34,9 +34,9 @@ def sample(
 
     Args:
         temperature: divides the logits; 0 takes the most likely token.
-        draft: the draft blocks propose; what they did comes with the text.
-        past_end: return all `n` tokens, each document on a line of its own; otherwise the text stops where the model
-            ends the document.
+        draft: propose tokens with the draft blocks, and return their statistics beside the text.
+        past_end: return all `n` tokens, each document on a line of its own. False: stop where the model ends the
+            document.
     """
     (start,), border = tokenizer.encode([prompt]), tokenizer.border
     with ensure_mesh():
@@ -44,17 +44,17 @@ def sample(
     length = 1 + len(start) + n
     ids = np.zeros((1, length + -length % multiple), np.int32)
     ids[0, : 1 + len(start)] = [border, *start]
-    first, told = jnp.int32(1 + len(start)), None
+    first, speculated = jnp.int32(1 + len(start)), None
     if draft:
-        told = speculate(model, jnp.asarray(ids[0]), first, seed, temperature, greedy=temperature == 0)
-        out = np.asarray(told.ids_S)
+        speculated = speculate(model, jnp.asarray(ids[0]), first, seed, temperature, greedy=temperature == 0)
+        out = np.asarray(speculated.ids_S)
     else:
         out = np.asarray(_continue(model, jnp.asarray(ids), first, seed, temperature))[0]
     out = out[1 + len(start) : length]
     ends = np.flatnonzero((out == border) | (out >= tokenizer.size))
     parts = np.split(out, ends)  # every part but the first begins with what ends the one before
     texts = [tokenizer.decode(parts[0]), *(tokenizer.decode(part[1:]) for part in parts[1:])]
-    return ("\n".join(filter(None, texts)) if past_end else texts[0]), told
+    return ("\n".join(filter(None, texts)) if past_end else texts[0]), speculated
 
 
 def held_out_prompt(batches: Iterable[HostBatch], tokenizer: Tokenizer, most: int = 48) -> str:
@@ -77,10 +77,10 @@ def held_out_prompt(batches: Iterable[HostBatch], tokenizer: Tokenizer, most: in
 
 @jax.jit
 def _continue(model: DeepSeek, ids: jax.Array, first: jax.Array, seed: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Fills ids [1, L] from position `first` on; positions to the right of one do not change it."""
+    """Fill ids [1, L] from position `first` on, one token a pass; later positions do not change earlier ones."""
     key = jax.random.key(seed)
     sizes = jax.sharding.get_abstract_mesh().shape
-    rows = math.prod(sizes[axis] for axis in BATCH)  # all equal, so that every device has one
+    rows = math.prod(sizes[axis] for axis in BATCH)  # equal rows, one for each device
 
     def step(t: jax.Array, ids: jax.Array) -> jax.Array:
         h = model.features(jnp.tile(ids, (rows, 1)), with_mtp=False).h

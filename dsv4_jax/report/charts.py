@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The charts of a report: one for each metric, in sections, as SVG with a legend in HTML."""
+"""Draw the charts of a report: one for each metric, in sections, as SVG with a legend in HTML."""
 
 import html
 import io
@@ -85,7 +85,7 @@ def label_ticks(axes: Any) -> None:
 
 
 def draw_charts(runs: Sequence[Run]) -> list[str]:
-    """Headings and charts of everything that has a value; `tokens` is the x axis if every run has it throughout."""
+    """Draw every metric that has a value, under headings. The x axis is `tokens` if every line of every run has it."""
     found = sorted({_chart_of(metric) for run in runs for metric in _metrics(run)})
     ratios = [name for name in found if name.startswith(RATIO)]
     groups = {name: (f"Update to weights, {name.removeprefix(RATIO)}", "ratio of norms") for name in ratios}
@@ -110,25 +110,25 @@ def draw_charts(runs: Sequence[Run]) -> list[str]:
 
 
 def _parts(run: Run) -> list[Series]:
-    """What the run kept, and then what it lost."""
+    """List the series that the run kept, then those that it took back."""
     return [run.series, *run.lost]
 
 
 def _metrics(run: Run, chart: str | None = None) -> list[str]:
-    """The names of everything that the run measured, or of what belongs to a chart, its own metric first."""
+    """List the metrics of the run, or of one chart of it; the metric that names the chart comes first."""
     names = {name for part in _parts(run) for name in part} - {"step", "tokens"}
     return sorted((x for x in names if chart in (None, _chart_of(x))), key=lambda x: (x != chart, x))
 
 
 def _chart_of(metric: str) -> str:
-    """The metric that names the chart."""
+    """Return the metric that names the chart of `metric`."""
     if metric.startswith(LAYERS):
         return LAYERS
     return metric.removeprefix(HELD_OUT).removesuffix(IMAGE).removesuffix(RANDOM)
 
 
 def _gradient(count: int) -> list[str]:
-    """Colours along a map that is safe for every eye."""
+    """Return `count` colours along a map that colour-blind readers can order."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -136,19 +136,19 @@ def _gradient(count: int) -> list[str]:
 
 
 def _colours(count: int) -> list[str]:
-    """A colour for every run: the palette, or for more runs a gradient."""
+    """Return `count` colours: of the palette, or of a gradient if there are more."""
     return list(PALETTE[:count]) if count <= len(PALETTE) else _gradient(count)
 
 
 def _thinned(x: np.ndarray, y: np.ndarray, width: int) -> np.ndarray:
-    """x, mean, least and largest y in each bin of `width` points; NaN where a bin has no finite y."""
+    """Return x, mean, least and largest y [4, bins] of bins of `width` points; NaN where a bin has no finite y."""
     binned = lambda a: np.ma.masked_invalid(np.append(a, np.full(-len(a) % width, np.nan)).reshape(-1, width))
     x, y = binned(x), binned(y)
     return np.stack([np.ma.filled(a, np.nan) for a in (x.mean(1), y.mean(1), y.min(1), y.max(1))])
 
 
 def _plot(axes: Any, axis: str, parts: Sequence[Series], metric: str, alpha: float, **look: Any) -> None:
-    """Draws what the parts have of a metric as one line with gaps between them, and its range if it is thinned."""
+    """Draw a metric of several parts as one line with gaps between them; a thinned line has its range around it."""
     gap, pieces = np.full((4, 1), np.nan), []
     points = sum(len(part[metric][0]) for part in parts)
     width = 1 if points <= 2 * BINS else -(-points // BINS)
@@ -165,7 +165,7 @@ def _plot(axes: Any, axis: str, parts: Sequence[Series], metric: str, alpha: flo
 
 
 def _places(run: Run, axis: str, steps: Sequence[int]) -> np.ndarray:
-    """Where steps of a run, of kept or lost parts, lie on the axis."""
+    """Return the places of steps, kept or taken back, on the x axis."""
     if axis == "step":
         return np.array(steps)
     known, x = (np.concatenate([part[name][1] for part in _parts(run)]) for name in ("step", axis))
@@ -174,12 +174,12 @@ def _places(run: Run, axis: str, steps: Sequence[int]) -> np.ndarray:
 
 
 def _entry(look: str, colour: str, words: Iterable[str]) -> str:
-    """An entry of a legend."""
+    """Make one entry of a legend."""
     return f'<span><i class="{look}" style="color:{colour}"></i>{html.escape(", ".join(words))}</span>'
 
 
 def _layers(run: Run) -> tuple[list[tuple[Run, str, str]], list[str]]:
-    """The curves of all layers, in their order, and the legend: a scale of colours for what the palette cannot tell."""
+    """Return the curves of all layers in their order, and the legend: a colour scale for more than the palette has."""
     number = lambda metric: metric.removeprefix(LAYERS)
     metrics = sorted(_metrics(run, LAYERS), key=lambda x: (not number(x).isdigit(), len(x), x))
     words = [f"layer {number(x)}" if number(x).isdigit() else number(x) for x in metrics]
@@ -194,10 +194,10 @@ def _layers(run: Run) -> tuple[list[tuple[Run, str, str]], list[str]]:
 
 
 def _chart(runs: Sequence[Run], axis: str, chart: str, title: str, unit: str) -> str:
-    """A chart of a metric, its held-out values and those of images, in every run, with a legend in HTML.
+    """Draw a metric, its held-out values and its values of images, for every run, with a legend in HTML.
 
-    The parts that were lost are faint and dotted, and add half of its height to either side of the chart at most.
-    The chart of LAYERS is that of one run.
+    Parts that were taken back are faint and dotted. They may widen the y axis by half its height on either side, so
+    that a diverged part does not flatten the rest. The chart of LAYERS shows one run.
     """
     from matplotlib.figure import Figure
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page about one or several training runs, from what they wrote."""
+"""Write one self-contained HTML page about one or several training runs, from their files."""
 
 import dataclasses
 import html
@@ -14,7 +14,7 @@ from dsv4_jax.report.charts import draw_charts, human
 from dsv4_jax.report.read import Run, read_run
 from dsv4_jax.terminal import printable
 
-EVENTS = 200  # the table shows so many events of a run, the last ones
+EVENTS = 200  # most events of a run in the table: the last ones
 MISSING = "-"
 
 STYLE = """
@@ -39,7 +39,7 @@ i.scale { width: 90px; height: 10px; border: 0; margin: 0 6px; }
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
-    """Writes the page about the runs to `out` and returns it.
+    """Write the page about the runs to `out`; return `out`.
 
     Raises:
         ConfigError: if one of the runs cannot be read.
@@ -60,14 +60,14 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
 
 
 def _table(rows: Iterable[Sequence[str]], look: str = "") -> str:
-    """An HTML table of plain texts, of which the first row is the heading."""
+    """Make an HTML table of plain texts; the first row is the heading."""
     line = lambda row, tag: "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
     lines = [line(row, "td" if i else "th") for i, row in enumerate(rows)]
     return f'<div class="wide {look}"><table>' + "\n".join(lines) + "</table></div>"
 
 
 def _overview(runs: Sequence[Run]) -> list[list[str]]:
-    """The rows of the table of runs; best and median are those of the finite values."""
+    """Make the rows of the table of runs; best and median are over finite values."""
     last = lambda x: x[-1]
     columns = {
         "tokens": ("tokens", last),
@@ -89,7 +89,7 @@ def _overview(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def _events(runs: Sequence[Run]) -> list[str]:
-    """A table of the last events of every run, if there are any."""
+    """Make a table of the last events of every run; nothing without events."""
     several = len(runs) > 1
     rows = [
         [*[run.name] * several, f"{step:,}", kind, text] for run in runs for step, kind, text in run.events[-EVENTS:]
@@ -103,7 +103,7 @@ def _events(runs: Sequence[Run]) -> list[str]:
 
 
 def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """`{"model": {"dim": 8}}` as `{"model.dim": "8"}`."""
+    """Flatten a tree to its keys: `{"model": {"dim": 8}}` becomes `{"model.dim": "8"}`."""
     flat = {}
     for key, value in config.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: json.dumps(value)}
@@ -111,7 +111,7 @@ def _flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _differences(runs: Sequence[Run]) -> list[str]:
-    """A table of the configuration keys, but for the run directory, in which several runs differ."""
+    """Make a table of the configuration keys in which the runs differ; `train.run_dir` is left out."""
     configs = [_flat(run.config) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config if key != "train.run_dir")
     rows = [[key, *(config.get(key, MISSING) for config in configs)] for key in keys]

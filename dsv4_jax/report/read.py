@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run wrote: its metrics, events and configuration."""
+"""Read what a training run wrote: its metrics, events and configuration."""
 
 import dataclasses
 import json
@@ -16,10 +16,16 @@ Series = dict[str, tuple[np.ndarray, np.ndarray]]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run as its files tell it.
+    """The files of a run, read.
 
-    `series` has every metric's values and the steps that have one, and the steps themselves as "step". `lost` has
-    the same of each part that a rollback took back, from the last line before it. Events are step, kind and text.
+    Attributes:
+        name: the run directory's name.
+        steps: steps that have a line in metrics.jsonl and were not taken back.
+        series: steps and values of every metric, by its name; "step" holds the steps themselves.
+        config: the tree of config.json, empty without the file.
+        lost: series of each part that a rollback took back. Each starts with the last line that was kept, so that
+            its curve meets the other.
+        events: step, kind and text of each event.
     """
 
     name: str
@@ -31,10 +37,10 @@ class Run:
 
 
 def read_run(run_dir: Path) -> Run:
-    """Reads `metrics.jsonl`, and `events.jsonl` and `config.json` if they are there.
+    """Read `metrics.jsonl`, and `events.jsonl` and `config.json` if they are there.
 
-    A line replaces the earlier ones of its step and of all later steps: those belong to a part of the run
-    that was lost. A last line that was cut short is left out.
+    A line replaces earlier lines of its step and of all later steps, because a rollback or a resume took them back.
+    A last line that was cut short is left out.
 
     Raises:
         ConfigError: if there are no metrics or a file cannot be read.
@@ -63,7 +69,7 @@ def read_run(run_dir: Path) -> Run:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file that has one a line, each with a step, but for a last line that was cut short."""
+    """Yield the objects of a JSONL file, each with a step; leave out a last line that was cut short."""
     lines = path.read_text(errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         row = _parsed(line)
@@ -74,7 +80,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _series(rows: Sequence[dict[str, Any]]) -> Series:
-    """Steps and values of everything that the rows have; NaN where a value is not a number."""
+    """Collect steps and values of every name in the rows; NaN where a value is not a number."""
     series = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         values = [row[name] if isinstance(row[name], int | float) else np.nan for row in rows if name in row]
@@ -83,13 +89,13 @@ def _series(rows: Sequence[dict[str, Any]]) -> Series:
 
 
 def _lost(rows: Sequence[dict[str, Any]], kept: int) -> Series:
-    """What the rows after the first `kept` have a number of, from the row before them on."""
+    """Collect the series of the rows after the first `kept`, from one row earlier on, where they have a number."""
     series = _series(rows[max(kept - 1, 0) :])
     return {name: series[name] for name, (_, y) in _series(rows[kept:]).items() if np.isfinite(y).any()}
 
 
 def _parsed(text: str) -> Any:
-    """The JSON value, or None if it is not JSON."""
+    """Parse JSON; return None if `text` is none."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

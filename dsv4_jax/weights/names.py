@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The map between this model and official checkpoints: a walk over the parameters, no table.
+"""Map tensors between this model and official checkpoints by a walk over the parameters, without a table.
 
-A parameter's path is its official name, but that a group of scanned layers is one module (its first
-axis is the layer), that the blocks of the vision tower are too, and that a layer's experts are one
-array. Kernels are transposed; a stack of groups (`wo_a`) is rows below rows. Spare rows of a table and
-the token map are this program's own.
+The path of a parameter is its official name, with three exceptions. Scanned layers are one module, whose arrays have
+the layer as first axis; so are the blocks of the vision tower; and the experts of a layer are one array. Official
+kernels are [out, in], ours [in, out]. A stack of kernels (`wo_a`) is official as rows below rows. Spare rows of a
+table and the token map exist only here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,10 @@ _Tensors = list[tuple[str, tuple[int | slice, ...]]]
 
 
 def _walk(model: DeepSeek, tree: Any) -> Iterator[tuple[Any, _Tensors]]:
-    """The variables of `tree` (the model or a state laid out like it), each with the official names of
-    the tensors it holds and the index of each in its value."""
+    """Yield the variables of `tree` with the official names of their tensors, and the index of each in the value.
+
+    `tree` is the model, or a state of the same layout.
+    """
     path: tuple[Any, ...]
     for path, variable in nnx.to_flat_state(nnx.state(tree) if isinstance(tree, nnx.Module) else tree):
         if isinstance(variable, TokenMap):
@@ -44,7 +46,7 @@ def _walk(model: DeepSeek, tree: Any) -> Iterator[tuple[Any, _Tensors]]:
 
 
 def _to_official(variable: Any, x: Any) -> Any:
-    """One tensor in the official orientation: [..., in, out] becomes [rows of out, in]."""
+    """Turn a kernel [..., in, out] into the official [rows of out, in]; other tensors stay."""
     if not variable.transposed:
         return x
     x = x.swapaxes(-1, -2)
@@ -52,7 +54,7 @@ def _to_official(variable: Any, x: Any) -> Any:
 
 
 def official_tensors(model: DeepSeek, tree: Any) -> dict[str, np.ndarray]:
-    """`tree`, which is laid out like the model (its gradients, say), under the official names."""
+    """Return the arrays of `tree` by official name; `tree` has the layout of the model, as its gradients have."""
     tensors = {}
     for variable, held in _walk(model, tree):
         value = np.asarray(variable.get_value())
@@ -61,12 +63,12 @@ def official_tensors(model: DeepSeek, tree: Any) -> dict[str, np.ndarray]:
 
 
 def to_official(model: DeepSeek) -> dict[str, np.ndarray]:
-    """All tensors of the model by official name, linear layers as [out, in]."""
+    """Return all tensors of the model by official name; kernels are [out, in]."""
     return official_tensors(model, model)
 
 
 def official_shapes(model: DeepSeek) -> dict[str, tuple[int, ...]]:
-    """Official names and shapes; `model` may be abstract (from `jax.eval_shape`)."""
+    """Return the official names and shapes; `model` may be abstract (from `jax.eval_shape`)."""
     shapes = {}
     for variable, held in _walk(model, model):
         shape = np.broadcast_to(0, variable.get_value().shape)[held[0][1]].shape
@@ -78,11 +80,11 @@ def official_shapes(model: DeepSeek) -> dict[str, tuple[int, ...]]:
 
 
 def load_official(model: DeepSeek, tensors: Mapping[str, Any]) -> None:
-    """Fills the model, in place, with tensors under their official names.
+    """Fill the model, in place, with tensors by official name.
 
     Raises:
-        ValueError: if tensors are missing, unexpected or misshapen, or if a routing table holds
-            unusable expert ids; names them. The model is unchanged then.
+        ValueError: naming missing, unexpected or misshapen tensors, and routing tables with unusable expert ids. The
+            model is unchanged then.
     """
     want, have = official_shapes(model), {name: tuple(np.shape(t)) for name, t in tensors.items()}
     problems = [f"missing {n} {list(want[n])}" for n in want if n not in have]
@@ -90,6 +92,7 @@ def load_official(model: DeepSeek, tensors: Mapping[str, Any]) -> None:
     problems += [
         f"{n}: expected {list(want[n])}, found {list(have[n])}" for n in want if n in have and have[n] != want[n]
     ]
+    # A row of a routing table lists the experts of a token: distinct ids.
     E = model.cfg.n_routed_experts
     for name in (n for n in want if n.endswith("tid2eid") and have.get(n) == want[n]):
         rows = np.sort(np.asarray(tensors[name]), axis=1)
@@ -99,6 +102,7 @@ def load_official(model: DeepSeek, tensors: Mapping[str, Any]) -> None:
         shown = "\n  ".join(problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise ValueError(f"these tensors do not fit the model:\n  {shown}{more}")
+    # Everything fits: put each official tensor at its index of the stacked array, kernels transposed.
     for variable, held in _walk(model, model):
         old = variable.get_value()
         new = np.zeros(old.shape, old.dtype)
