@@ -4,6 +4,7 @@
 import io
 import json
 import os
+import shutil
 import tracemalloc
 
 import numpy as np
@@ -107,7 +108,7 @@ def test_a_piece_of_a_long_document_is_read_without_the_rest(tmp_path):
     cfg = Config(model=small_config(vocab_size=257), data=data, train=TrainConfig(steps=200))
     run(cfg, Console(file=io.StringIO()))
     ahead = open_source(str(prepared_folder(data.path, data, Bytes())), data, Bytes())
-    assert type(ahead).__name__ == "Shards"
+    assert type(ahead).__name__ == "TokenShards"
     for s in (in_memory, ahead, open_source(str(tmp_path / "a.bin"), data, Bytes())):
         assert s.tokens(0, 500_001, 500_101).tolist() == list(text[:100].encode())
         assert peak(lambda s=s: s.tokens(0, 500_001, 500_101)) < 10_000
@@ -120,21 +121,29 @@ def id_file(tmp_path, values=(1, 2, 256, 256, 3, 256, 4)):
 
 
 def test_a_large_file_of_ids_is_scanned_once(tmp_path, monkeypatch):
-    """Its table is kept until the file or what it is read with changes; a later start reads no id."""
-    monkeypatch.setattr(ids, "_INDEXED", 1, raising=False)
+    """Its table is kept until its content or what it is read with changes; a later start or a copy reads no id."""
+    monkeypatch.setattr(ids, "_INDEXED", 1)
+    scan, scanned = ids._scan, []
+    monkeypatch.setattr(ids, "_scan", lambda file, *args: scanned.append(file) or scan(file, *args))
     file, data = id_file(tmp_path)
-    first, stat = open_source(str(file), data, Bytes()), file.stat()
-    assert first.keys.tolist() == [key_of(f"a.bin:{start}") for start in (0, 4, 6)]
-    id_file(tmp_path, [300] * 7)  # would be refused, if it was read
+    first = open_source(str(file), data, Bytes())
+    assert first.keys.tolist() == [key_of(f"a.bin:{start}") for start in (0, 4, 6)] and len(scanned) == 1
+    copy = tmp_path / "elsewhere" / file.name
+    copy.parent.mkdir()
+    shutil.copyfile(file, copy)
+    os.utime(copy, (1, 1))
+    for path in (file, copy):
+        again = open_source(str(path), data, Bytes())
+        assert again.lengths.tolist() == [4, 3, 3] and again.keys.tolist() == first.keys.tolist()
+    assert len(scanned) == 1
+    stat = file.stat()
+    id_file(tmp_path, [300] * 7)  # as long, and of the same time
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    again = open_source(str(file), data, Bytes())
-    assert again.lengths.tolist() == [4, 3, 3] and again.keys.tolist() == first.keys.tolist()
-    os.utime(file)
     with pytest.raises(ds.ConfigError, match="id 300 at position 0"):
         open_source(str(file), data, Bytes())
     id_file(tmp_path, [5, 256, 6])
     assert open_source(str(file), data, Bytes()).lengths.tolist() == [3, 3]
-    for index in (tmp_path / "prepared").iterdir():
+    for index in (tmp_path / "prepared" / ids._TABLES).iterdir():
         index.write_bytes(index.read_bytes()[:-1])
     with pytest.raises(ds.ConfigError, match=r"a.bin-.*npy, the index of a file of ids, is damaged .*: delete it"):
         open_source(str(file), data, Bytes())

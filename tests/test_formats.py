@@ -88,17 +88,11 @@ def test_tokens_made_ahead_are_found_wherever_the_source_lies(tmp_path, monkeypa
     os.utime("disk/copy/0.txt", (1, 1))
     for path in ("text/", "./text", str(tmp_path / "text"), f"../{tmp_path.name}/text", "disk/copy", "text/*.txt"):
         assert prepared_folder(path, cfg, Bytes()) == folder
-        assert type(open_source(path, cfg, Bytes())).__name__ == "Shards"
+        assert type(open_source(path, cfg, Bytes())).__name__ == "TokenShards"
     changed = tmp_path / "disk" / "copy" / "2.txt"
     changed.write_text("3" + changed.read_text()[1:])
     assert prepared_folder("disk/copy", cfg, Bytes()) != folder
     assert prepared_folder("text", dataclasses.replace(cfg, on_error="skip"), Bytes()) != folder
-
-
-@pytest.mark.parametrize("path", ["gs://bucket/texts", "s3://bucket/*.jsonl", "https://host/a.bin", "file:///a.txt"])
-def test_addresses_of_stores_are_refused(path):
-    with pytest.raises(ds.ConfigError, match=rf"is an address \({path.partition(':')[0]}\), expected a path"):
-        open_source(path, DataConfig(), Bytes())
 
 
 def test_what_is_truncated_or_lacks_a_library_is_named(tmp_path, monkeypatch):

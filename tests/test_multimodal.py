@@ -312,7 +312,7 @@ def test_records_with_images_now_and_ahead(tmp_path, kind):
     words = ["3 images of 13 patches in 2 documents", "14 positions of images", "padding", "patches of a row", "sample"]
     assert all(word in said.getvalue() for word in words), said.getvalue()
     ahead = open_source(path, data, Bytes(), MODEL)
-    assert type(ahead).__name__ == "Shards"
+    assert type(ahead).__name__ == "TokenShards"
     same(ahead)
     folder = str(prepared_folder(path, data, Bytes(), MODEL))
     same(open_source(folder, data, Bytes(), MODEL))
@@ -336,7 +336,7 @@ def test_a_column_of_bare_images_and_several_shards(tmp_path, monkeypatch):
     now = open_source(data.path, data, Bytes(), MODEL)
     run(Config(model=MODEL, data=data, train=TrainConfig(steps=200)), Console(file=io.StringIO()))
     ahead = open_source(data.path, data, Bytes(), MODEL)
-    assert type(ahead).__name__ == "Shards" and len(ahead._names) > 2
+    assert type(ahead).__name__ == "TokenShards" and len(ahead._names) > 2
     np.testing.assert_array_equal(ahead.spans.table, now.spans.table)
     np.testing.assert_array_equal(ahead.spans.ends, now.spans.ends)
     assert [ahead.image(i) for i in range(4)] == list(now.images) == [png(1 + i, 2, i) for i in range(1, 9, 2)]

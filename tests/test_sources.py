@@ -147,7 +147,7 @@ def test_tokens_made_ahead_are_those_made_at_the_start(tmp_path, tokenizer, with
     assert "5 documents" in said and "1 records skipped" in said and "padding" in said and "sample" in said
     folder = prepared_folder(str(path), cfg.data, chosen)
     (ahead,), _, _ = open_sources(cfg.data, 600)
-    assert type(ahead).__name__ == "Shards" and ahead.skipped == at_start.skipped == 1
+    assert type(ahead).__name__ == "TokenShards" and ahead.skipped == at_start.skipped == 1
     assert documents(ahead) == documents(at_start)
     np.testing.assert_array_equal(ahead.keys, at_start.keys)
     assert "is there already" in prepared(cfg)

@@ -44,7 +44,7 @@ def inspected(path: str, cfg: DataConfig, vision: ModelConfig | None) -> Iterato
     Raises:
         ConfigError: for a bad record, unless `data.on_error` skips them: then its text is None.
     """
-    for record in records(path.removeprefix(PREFIX), cfg.text_field, cfg.image_field if vision else ""):
+    for record in records(path.removeprefix(PREFIX), cfg.text_field, cfg.image_field if vision else "", cfg.prepared):
         layouts = []
         for number, image in enumerate(record.images, 1):
             try:

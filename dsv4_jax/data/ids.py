@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents in arrays of ids, in memory or mapped: a piece of a document is read without the rest of it."""
+"""Read documents from arrays of ids, in memory or mapped: a piece of a document is read without the rest of it."""
 
 import dataclasses
 import functools
@@ -9,31 +9,101 @@ import uuid
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
 from dsv4_jax.config import DataConfig
-from dsv4_jax.data import drawn
+from dsv4_jax.data import drawn, remote
 from dsv4_jax.data.interleaved import Spans
+from dsv4_jax.data.records import sample_hash
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.section import ConfigError
+from dsv4_jax.section import ConfigError, RunError
 
 # A document in an array of ids: [start, end) without borders, and the hash of its name.
 TABLE = np.dtype([("start", "<i8"), ("end", "<i8"), ("key", "<u4")])
-_INDEX_FORMAT = 1
+_INDEX_FORMAT = 2
 _INDEXED = 1 << 26  # bytes of a file of ids from which its table is kept; less is scanned in a tenth of a second
+_TABLES = ".tables"  # folder of those tables in `data.prepared`
 _HEADERS = {20240520: "uint16", 20240801: "uint32"}  # llm.c's `.bin` files begin with one of these
 _HEADER = 256  # int32 of such a header; the third is the number of ids
+_OPEN = 256  # files that are mapped at a time: each holds one file open, of which a process may often have 1024
 _CHUNK = 1 << 24  # ids that are scanned together
 _DIGITS = 4  # decimal digits that are hashed by one look-up
 
 
+class ArrayFile(NamedTuple):
+    """An array of one axis in a file, which is mapped when it is read.
+
+    At most `_OPEN` files are mapped at a time; the one that was read longest ago is closed for the next.
+
+    Attributes:
+        file: where it is.
+        dtype: of its elements.
+        offset: bytes before the first element.
+        length: number of elements.
+        stamp: size and time of the file, by which a replaced one is noticed.
+    """
+
+    file: Path
+    dtype: np.dtype
+    offset: int
+    length: int
+    stamp: tuple[int, int]
+
+    @classmethod
+    def of(cls, file: Path, dtype: np.dtype, offset: int, length: int) -> "ArrayFile":
+        """Describe an array in a file as it is now."""
+        stat = file.stat()
+        return cls(file, dtype, offset, length, (stat.st_size, stat.st_mtime_ns))
+
+    @classmethod
+    def of_npy(cls, file: Path) -> "ArrayFile":
+        """Describe the array of an `.npy` file.
+
+        Raises:
+            ValueError: if it has not one axis.
+        """
+        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        if array.ndim != 1:
+            raise ValueError(f"it holds {array.dtype}{list(array.shape)}, expected one axis")
+        return cls.of(file, array.dtype, array.offset, len(array))
+
+    def read(self) -> np.ndarray:
+        """Return the array, mapped.
+
+        Raises:
+            RunError: if the file is another than when it was opened first.
+        """
+        return _map(self)
+
+
+@functools.lru_cache(maxsize=_OPEN)
+def _map(array: ArrayFile) -> np.ndarray:
+    """See `ArrayFile.read`."""
+    if not array.length:
+        return np.zeros(0, array.dtype)
+    if ArrayFile.of(*array[:4]) != array:
+        raise RunError(f"{array.file} has been replaced while the run reads it: start the run again")
+    mapped = np.memmap(array.file, array.dtype, mode="r", offset=array.offset, shape=array.length)
+    return np.asarray(mapped)  # a slice of np.memmap costs several times that of an array
+
+
+def _cut(body: np.ndarray, border: int, first: int, last: int) -> np.ndarray:
+    """Return tokens [first, last) of a document, which has `body` between two borders, int32."""
+    edge = np.array([border], np.int32)
+    parts = [edge[first:last]] if first < 1 else []
+    parts.append(body[max(first - 1, 0) : max(last - 1, 0)].astype(np.int32))
+    if first <= len(body) + 1 < last:
+        parts.append(edge)
+    return np.concatenate(parts)
+
+
 @dataclasses.dataclass
 class Flat:
-    """Hold documents in one array of ids, in memory or mapped: document i has ids[starts[i]:ends[i]].
+    """Hold documents in one array of ids in memory: document i has ids[starts[i]:ends[i]].
 
     `lengths` is computed once: planning reads it for every piece, so a property would cost the whole corpus a piece.
     """
@@ -54,13 +124,7 @@ class Flat:
 
     def tokens(self, document: int, first: int, last: int) -> np.ndarray:
         """See `Source`."""
-        body = self.ids[self.starts[document] : self.ends[document]]
-        edge = np.array([self.border], np.int32)
-        parts = [edge[first:last]] if first < 1 else []
-        parts.append(body[max(first - 1, 0) : max(last - 1, 0)].astype(np.int32))
-        if first <= len(body) + 1 < last:
-            parts.append(edge)
-        return np.concatenate(parts)
+        return _cut(self.ids[self.starts[document] : self.ends[document]], self.border, first, last)
 
     def image(self, number: int) -> bytes | Image.Image:
         """See `Source`."""
@@ -68,12 +132,38 @@ class Flat:
         return drawn.draw(image) if isinstance(image, str) else image
 
 
+class Mapped:
+    """Documents in one mapped array of ids, and their mapped `TABLE`. Only keys and lengths are held in memory."""
+
+    skipped = 0
+    spans: Spans | None = None
+
+    def __init__(self, name: str, ids: ArrayFile, table: ArrayFile | np.ndarray, border: int):
+        """Take the arrays; a `table` that is no file stays in memory."""
+        self.name, self._ids, self._table, self._border = name, ids, table, border
+        rows = self._rows()
+        self.lengths: np.ndarray = rows["end"] - rows["start"] + 2
+        self.keys = rows["key"].copy()  # a view would keep the file mapped
+
+    def _rows(self) -> np.ndarray:
+        return self._table.read() if isinstance(self._table, ArrayFile) else self._table
+
+    def tokens(self, document: int, first: int, last: int) -> np.ndarray:
+        """See `Source`."""
+        start, end, _ = self._rows()[document]
+        return _cut(self._ids.read()[start:end], self._border, first, last)
+
+    def image(self, number: int) -> bytes:
+        """See `Source`."""
+        raise IndexError(number)
+
+
 class Joined:
     """Several arrays of documents as one source, without images."""
 
     spans: Spans | None = None
 
-    def __init__(self, name: str, parts: Sequence[Flat], skipped: int = 0):
+    def __init__(self, name: str, parts: Sequence[Mapped], skipped: int = 0):
         self.name, self.skipped, self._parts = name, skipped, parts
         self.lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
         self.keys = np.concatenate([np.zeros(0, np.uint32), *(part.keys for part in parts)])
@@ -98,57 +188,54 @@ def table_of(starts: np.ndarray, ends: np.ndarray, keys: np.ndarray) -> np.ndarr
     return table
 
 
-def mapped(name: str, ids: np.ndarray, table: np.ndarray, border: int) -> Flat:
-    """Make a source of mapped ids and a mapped table. Only keys and lengths are read, and held in memory."""
-    ids, table = np.asarray(ids), np.asarray(table)  # a slice of np.memmap costs several times that of an array
-    return Flat(name, ids, table["start"], table["end"], np.ascontiguousarray(table["key"]), border)
-
-
 def open_id_files(
-    path: str, files: list[Path], cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None
-) -> Flat | Joined:
+    path: str, files: list[Any], cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None
+) -> Mapped | Joined:
     """Open files of ids, each a stream of documents with borders between them; they have no images.
 
     Raises:
         ConfigError: for a file that is none of ids, or has one that no text has.
     """
-    parts = [_open(file, cfg, tokenizer, vision) for file in files]
+    parts = [_open(remote.local(file), str(file), cfg, tokenizer, vision) for file in files]
     return parts[0] if len(parts) == 1 else Joined(path, parts)
 
 
-def _open(file: Path, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None) -> Flat:
+def _open(file: Path, name: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None) -> Mapped:
     ids = _array(file, cfg.bin_type)
-    if ids.nbytes < _INDEXED:
-        return mapped(str(file), ids, _scan(file, ids, tokenizer, vision), tokenizer.border)
-    # All that the table depends on; a file that has changed has another time.
-    stat = file.stat()
-    known: list[Any] = [_INDEX_FORMAT, str(file.resolve()), stat.st_size, stat.st_mtime_ns, ids.dtype.str]
+    if ids.length * ids.dtype.itemsize < _INDEXED:
+        return Mapped(name, ids, _scan(file, ids.read(), tokenizer, vision), tokenizer.border)
+    # All that the table depends on. The file's content is taken from a sample: its path and time change with a copy.
+    known: list[Any] = [_INDEX_FORMAT, file.name, file.stat().st_size, sample_hash(file), ids.dtype.str]
     known += [tokenizer.size, tokenizer.border, vision.image_token_id if vision else None]
     digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
-    index = Path(cfg.prepared) / f"{file.name[-40:]}-{digest}.npy"
+    # In a hidden folder, so that a `data.path` that holds `data.prepared` does not give the table as ids.
+    index = remote.open_path(cfg.prepared, "data.prepared") / _TABLES / f"{file.name[-40:]}-{digest}.npy"
     if not index.exists():
-        _write(index, _scan(file, ids, tokenizer, vision))
-    return mapped(str(file), ids, _read(index), tokenizer.border)
+        _write(index, _scan(file, ids.read(), tokenizer, vision))
+    return Mapped(name, ids, _read(index), tokenizer.border)
 
 
-def _array(file: Path, bin_type: str) -> np.ndarray:
-    """Map the ids of a file."""
+def _array(file: Path, bin_type: str) -> ArrayFile:
+    """Describe the ids of a file.
+
+    Raises:
+        ConfigError: if it does not hold one axis of integers.
+    """
     try:
         if file.suffix == ".npy":
-            ids = np.load(file, mmap_mode="r", allow_pickle=False)
-        elif size := file.stat().st_size:
-            width, offset = np.dtype(bin_type).itemsize, _header(file, size, bin_type)
-            if size % width:
-                raise ConfigError(f"{file} has {size:,} bytes, no whole number of {bin_type}: it is truncated")
-            ids = np.memmap(file, bin_type, mode="r", offset=offset) if size > offset else np.zeros(0, bin_type)
+            ids = ArrayFile.of_npy(file)
         else:
-            ids = np.zeros(0, bin_type)
+            size, kind = file.stat().st_size, np.dtype(bin_type)
+            offset = _header(file, size, bin_type) if size else 0
+            if size % kind.itemsize:
+                raise ConfigError(f"{file} has {size:,} bytes, no whole number of {bin_type}: it is truncated")
+            ids = ArrayFile.of(file, kind, offset, (size - offset) // kind.itemsize)
     except (ValueError, OSError, EOFError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{file} is no array of ids: {error}") from error
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise ConfigError(f"{file} holds {ids.dtype}{list(ids.shape)}, expected one axis of integers")
+    if ids.dtype.kind not in "iu":
+        raise ConfigError(f"{file} holds {ids.dtype}[{ids.length}], expected integers")
     return ids
 
 
@@ -210,31 +297,38 @@ def _changes(after: int) -> np.ndarray:
     return codes ^ codes[0]
 
 
-def _write(index: Path, table: np.ndarray) -> None:
+def _write(index: Any, table: np.ndarray) -> None:
     """Write a table, which is there whole or not at all; several processes may do it at once.
 
     Raises:
         ConfigError: if the folder cannot be written to.
     """
-    new = index.with_name(f"{index.name}.{uuid.uuid4().hex}.new")
+    here = isinstance(index, Path)
+    new = (index if here else remote.copies() / _TABLES / index.name).with_name(f"{index.name}.{uuid.uuid4().hex}.new")
     try:
-        index.parent.mkdir(parents=True, exist_ok=True)
+        new.parent.mkdir(parents=True, exist_ok=True)
         with new.open("wb") as file:
             np.save(file, table)
-        new.replace(index)
-    except OSError as error:
+        if here:
+            new.replace(index)
+        else:
+            remote.copy_up(new, index)
+            new.unlink()
+    except Exception as error:  # each client of a store has its own
         raise ConfigError(
-            f"data.prepared = {str(index.parent)!r}: cannot write the index of a file of ids there ({error}); "
+            f"data.prepared = {str(index.parent.parent)!r}: cannot write the index of a file of ids there ({error}); "
             "choose a folder that can be written to"
         ) from error
 
 
-def _read(index: Path) -> np.ndarray:
-    """Map the table of a file of ids."""
+def _read(index: Any) -> ArrayFile:
+    """Describe the table of a file of ids."""
     try:
-        table = np.load(index, mmap_mode="r", allow_pickle=False)
-        if table.dtype != TABLE or table.ndim != 1:
-            raise ValueError(f"it holds {table.dtype}{list(table.shape)}, expected {TABLE}")
+        table = ArrayFile.of_npy(remote.local(index))
+        if table.dtype != TABLE:
+            raise ValueError(f"it holds {table.dtype}[{table.length}], expected {TABLE}")
         return table
     except (ValueError, OSError, EOFError) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{index}, the index of a file of ids, is damaged ({error}): delete it") from error

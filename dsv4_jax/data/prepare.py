@@ -14,23 +14,24 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dsv4_jax.config import Config, DataConfig
+from dsv4_jax.data import remote
 from dsv4_jax.data.documents import tokenized
 from dsv4_jax.data.drawn import PREFIX
 from dsv4_jax.data.ids import table_of
 from dsv4_jax.data.images import row_budget
 from dsv4_jax.data.interleaved import Document, vision_settings
 from dsv4_jax.data.packing import Plan, split
-from dsv4_jax.data.records import TOKENS, ArrayRecordWriter, find
+from dsv4_jax.data.records import INDEX, TOKENS, ArrayRecordWriter, find
 from dsv4_jax.data.sources import (
     DOCUMENTS,
     FORMAT,
     IDS,
     IMAGES,
-    INDEX,
     SPANS,
     Source,
     id_type,
     key_of,
+    made_ahead,
     open_source,
     open_sources,
     prepared_folder,
@@ -50,43 +51,51 @@ def run(cfg: Config, console: Console) -> None:
     data, vision = cfg.data, cfg.model if cfg.model.vision_n_layers else None
     tokenizer = load_tokenizer(data.tokenizer, data.border)
     for path in [*data.paths, *filter(None, [data.held_out_path])]:
-        if path.startswith(PREFIX) or ((Path(path) / INDEX).is_file() and path):
-            continue  # nothing to store; done
-        _, files = find(path)
-        if any(f.suffix in TOKENS for f in files):
-            continue  # ids already; `open_source` checks them
-        folder = prepared_folder(path, data, tokenizer, vision)
-        if (folder / INDEX).is_file():
-            console.print(f"{folder} is there already")
-        else:
-            size = sum(f.stat().st_size for f in files)
-            write_shards(path, data, tokenizer, folder, size, console, vision)
-            open_source(path, data, tokenizer, vision)  # as training will, checks included
-            console.print(f"wrote {folder}")
+        with remote.reading(path, data.prepared):
+            _prepare(path, data, tokenizer, vision, console)
     sources, held_out, tokenizer = open_sources(data, cfg.model.vocab_size, vision)
     for source in [*sources, *filter(None, [held_out])]:
         for line in describe(source, cfg, tokenizer):
             console.print(line)
 
 
+def _prepare(path: str, data: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None, console: Console) -> None:
+    """Make the tokens of one source, unless they are there already or it is one of ids."""
+    if path.startswith(PREFIX) or made_ahead(path):
+        return  # nothing to store; done
+    _, files = find(path, data.prepared)
+    if any(f.suffix in TOKENS for f in files):
+        return  # ids already; `open_source` checks them
+    folder = prepared_folder(path, data, tokenizer, vision)
+    if (folder / INDEX).is_file():
+        console.print(f"{folder} is there already")
+    else:
+        size = sum(f.stat().st_size for f in files)
+        write_shards(path, data, tokenizer, folder, size, console, vision)
+        open_source(path, data, tokenizer, vision)  # as training will, checks included
+        console.print(f"wrote {folder}")
+
+
 def write_shards(
     path: str,
     data: DataConfig,
     tokenizer: Tokenizer,
-    folder: Path,
+    folder: Any,
     size: int,
     console: Console,
     vision: ModelConfig | None = None,
 ) -> None:
-    """Tokenises a source into shards under an index; the folder appears when all of it is done.
+    """Tokenise a source into shards under an index; the folder appears when all of it is done.
 
     A shard's ids are one array, of which a run maps what it reads: a piece of a long document costs that piece.
-    Images lie in ArrayRecord files of their own, as they are: encoded.
+    Images are in ArrayRecord files of their own, as they are: encoded. Shards for a folder at an address are made in
+    the local folder of copies first.
     """
-    new = folder.with_name(folder.name + ".new")
+    here = isinstance(folder, Path)
+    new = (folder if here else remote.copies() / folder.name).with_name(folder.name + ".new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    skipped, shards = 0, _Shards(new, id_type(tokenizer, vision))
+    skipped, shards = 0, _ShardWriter(new, id_type(tokenizer, vision))
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -115,10 +124,14 @@ def write_shards(
     if vision:
         index["vision"] = vision_settings(vision)
     (new / INDEX).write_text(json.dumps(index, indent=1) + "\n")
-    new.replace(folder)
+    if here:
+        new.replace(folder)
+    else:
+        remote.copy_folder_up(new, folder, last=INDEX)
+        shutil.rmtree(new)
 
 
-class _Shards:
+class _ShardWriter:
     """Writes the ids of documents into one shard after another, each with a table of its documents beside it.
 
     Their images go into a file with a table of document, start, positions, rows and columns of patches.

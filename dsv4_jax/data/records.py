@@ -9,10 +9,10 @@ import binascii
 import contextlib
 import glob
 import gzip
+import hashlib
 import importlib.util
 import io
 import json
-import re
 import sysconfig
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -20,10 +20,12 @@ from typing import IO, Any, NamedTuple
 
 from array_record.python import array_record_module as _library  # ty: ignore
 
+from dsv4_jax.data import remote
 from dsv4_jax.data.images import SUFFIXES
 from dsv4_jax.section import ConfigError
 
 ArrayRecordReader, ArrayRecordWriter = _library.ArrayRecordReader, _library.ArrayRecordWriter
+INDEX = "index.json"  # of a folder that the `data` command made
 TOKENS = (".bin", ".npy")  # files that hold ids, not text
 JSON = (".jsonl", ".ndjson", ".json")
 # Suffixes of files that are plain text, besides files without one.
@@ -49,6 +51,7 @@ _ABOUT = {
 PLACE = "<image>"  # stands in a text for an image
 # Folders of the standard library that are tests, legacy tools or not the standard library.
 _SKIPPED = {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"}
+_SAMPLES, _SAMPLE = 16, 1 << 12  # pieces of a file that are compared, and bytes of each
 _PART = 1 << 14  # a single text file is cut into documents of about this many bytes, at line ends
 
 
@@ -70,48 +73,90 @@ class Record(NamedTuple):
     images: tuple[bytes, ...] = ()
 
 
-def find(path: str) -> tuple[Path, list[Path]]:
-    """The folder that names are relative to, and all files of a source, in the order of their names.
+def find(path: str, prepared: str = "") -> tuple[Any, list[Any]]:
+    """Return the folder that names are relative to, and all files of a source, in the order of their names.
 
     A folder gives its files, hidden ones left out, and of a folder with files of records or ids those that only
     describe it (`README.md`, `LICENSE`, `dataset_info.json`); else a file or a glob pattern; an empty path is the
-    standard library's source on this machine.
+    standard library's source on this machine. An address gives `UPath`s (see remote.py), a path `pathlib.Path`s.
+
+    Args:
+        path: as `data.path` has it.
+        prepared: `data.prepared`; if that is a folder inside the source, what it holds is no part of the source.
 
     Raises:
-        ConfigError: if there is no file, or the path is the address of a store such as `gs://`.
+        ConfigError: if there is no file.
     """
-    if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", path):
-        raise ConfigError(
-            f"data.path = {path!r} is an address ({scheme[1]}), expected a path: copy the data to a disk of every host "
-            "or mount the store as a folder"
-        )
-    if not path:
-        root = Path(sysconfig.get_path("stdlib"))
-        files = [f for f in root.rglob("*.py") if not _SKIPPED & set(f.relative_to(root).parts)]
-    elif Path(path).is_dir():
-        root = Path(path)
-        files = [f for f in root.rglob("*") if not any(part.startswith(".") for part in f.relative_to(root).parts)]
-        content = [f for f in files if f.name.partition(".")[0].lower() not in _ABOUT]
-        if any(kind(f) in (*JSON, *TOKENS, ".parquet", ".array_record") for f in content):
-            files = content
-    else:
-        found = [Path(path)] if Path(path).exists() else [Path(p) for p in glob.glob(path, recursive=True)]
-        root, files = Path(path).parent, found
-        while any(c in str(root) for c in "*?["):
-            root = root.parent
-    files = sorted((f for f in files if f.is_file()), key=lambda f: f.relative_to(root).as_posix())
+    root, files = _find(path)
+    files = _without_prepared(prepared, root, files)
+    files = sorted(files, key=lambda f: f.relative_to(root).as_posix())
     if not files:
         raise ConfigError(f"data.path = {path!r}: there is no such file, folder with files, or pattern")
     return root, files
 
 
-def kind(file: Path) -> str:
+def _find(path: str) -> tuple[Any, list[Any]]:
+    """See `find`: the folder, and the files in any order."""
+    start = remote.open_path(path, "data.path")
+    if not path:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [f for f in root.rglob("*.py") if not _SKIPPED & set(f.relative_to(root).parts)]
+    elif start.is_dir():
+        root = start
+        files = list(root.rglob("*")) if isinstance(root, Path) else remote.files_in(root)
+        files = [f for f in files if not any(part.startswith(".") for part in f.relative_to(root).parts)]
+        content = [f for f in files if f.name.partition(".")[0].lower() not in _ABOUT]
+        if any(kind(f) in (*JSON, *TOKENS, ".parquet", ".array_record") for f in content):
+            files = content
+    else:
+        if start.exists():
+            files = [start]
+        elif isinstance(start, Path):
+            files = [Path(p) for p in glob.glob(path, recursive=True)]
+        else:
+            files = [remote.at(start, name) for name in start.fs.glob(start.path)]
+        root = start.parent
+        while any(c in str(root) for c in "*?["):
+            root = root.parent
+    return root, [f for f in files if not isinstance(f, Path) or f.is_file()]
+
+
+def _without_prepared(prepared: str, root: Any, files: list[Any]) -> list[Any]:
+    """Leave out what the `data` command has made, if `data.prepared` is the source's folder or a folder inside it."""
+    if not prepared or remote.is_address(prepared) != remote.is_address(str(root)):
+        return files
+    folder = remote.open_path(prepared, "data.prepared").resolve()
+    if folder == root.resolve():
+        made = {f.parent for f in files if f.name == INDEX}
+        return [f for f in files if f.parent not in made]
+    if not folder.is_relative_to(root.resolve()):
+        return files
+    inside = f"{root / folder.relative_to(root.resolve()).as_posix()}/"
+    return [f for f in files if not str(f).startswith(inside)]
+
+
+def sample_hash(file: Any) -> str:
+    """Hash a file of up to 64 KiB whole, of a larger one `_SAMPLES` pieces at even distances, both ends included.
+
+    The time of a file's last change is no substitute: a copy has another one.
+    """
+    size, found = file.stat().st_size, hashlib.sha256()
+    if size <= _SAMPLES * _SAMPLE:
+        found.update(file.read_bytes())
+    else:
+        starts = [(size - _SAMPLE) * number // (_SAMPLES - 1) for number in range(_SAMPLES)]
+        for piece in remote.parts(file, starts, _SAMPLE):
+            found.update(piece)
+    return found.hexdigest()[:16]
+
+
+def kind(file: Any) -> str:
     """Return the suffix that says how a file is read, in lower case: of `a.jsonl.gz` it is `.jsonl`."""
     name = Path(file.name.lower())
     return Path(name.stem).suffix if name.suffix in (".gz", ".zst") else name.suffix
 
 
-def _check_kinds(path: str, files: list[Path]) -> None:
+def _check_kinds(path: str, files: list[Any]) -> None:
     """Refuse files that no suffix declares as something that can be read.
 
     Raises:
@@ -130,7 +175,7 @@ def _check_kinds(path: str, files: list[Path]) -> None:
 
 
 @contextlib.contextmanager
-def opened(file: Path) -> Generator[IO[bytes] | io.BufferedReader | gzip.GzipFile]:
+def opened(file: Any) -> Generator[IO[bytes] | io.BufferedReader | gzip.GzipFile]:
     """Open a file for reading, decompressed if it is `.gz` or `.zst`.
 
     Raises:
@@ -142,15 +187,20 @@ def opened(file: Path) -> Generator[IO[bytes] | io.BufferedReader | gzip.GzipFil
             raise ConfigError(f"{file} needs a library: pip install 'dsv4_jax[text]'")
         import pyarrow
 
-        with pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), "zstd") as stream:
-            yield io.BufferedReader(stream, 1 << 20)
+        with contextlib.ExitStack() as stack:
+            raw = pyarrow.OSFile(str(file)) if isinstance(file, Path) else stack.enter_context(file.open("rb"))
+            with pyarrow.CompressedInputStream(raw, "zstd") as stream:
+                yield io.BufferedReader(stream, 1 << 20)
+    elif suffix == ".gz":
+        with file.open("rb") as raw, gzip.GzipFile(fileobj=raw) as stream:
+            yield stream
     else:
-        with gzip.open(file) if suffix == ".gz" else file.open("rb") as stream:
+        with file.open("rb") as stream:
             yield stream
 
 
-def records(path: str, field: str, image_field: str = "") -> Iterator[Record]:
-    """Every record of a source of texts, in a fixed order.
+def records(path: str, field: str, image_field: str = "", prepared: str = "") -> Iterator[Record]:
+    """Yield every record of a source of texts, in a fixed order.
 
     JSON and Parquet give the text in `field`, `.array_record` a record each, a file of text is a document; if it is
     the only one it is cut at line ends. With an `image_field` JSON and Parquet also give the images there, and files
@@ -159,7 +209,7 @@ def records(path: str, field: str, image_field: str = "") -> Iterator[Record]:
     Raises:
         ConfigError: for a file that cannot be read as what its name says, naming it.
     """
-    root, files = find(path)
+    root, files = find(path, prepared)
     if image_field:
         files = [file for file in files if file.suffix.lower() not in SUFFIXES]
     _check_kinds(path, files)
@@ -187,7 +237,7 @@ def _decoded(name: str, data: bytes) -> Record:
         return Record(name, None, f"invalid UTF-8 at byte {error.start}", len(data))
 
 
-def _text(file: Path, name: str, alone: bool) -> Iterator[Record]:
+def _text(file: Any, name: str, alone: bool) -> Iterator[Record]:
     if not alone:
         with opened(file) as whole:
             yield _decoded(name, whole.read())
@@ -204,7 +254,7 @@ def _text(file: Path, name: str, alone: bool) -> Iterator[Record]:
     yield _decoded(f"{name}:{start}", b"".join(part))
 
 
-def _jsonl(file: Path, name: str, field: str, image_field: str) -> Iterator[Record]:
+def _jsonl(file: Any, name: str, field: str, image_field: str) -> Iterator[Record]:
     """Yield a record a line, or of a `.json` file that begins with `[` one for each entry of that list."""
     with opened(file) as lines:
         first = lines.read(1)
@@ -245,12 +295,14 @@ def _field(where: str, value: object, field: str, size: int) -> Record:
     return Record(where, None, f"no text in field {field!r} but {type(text).__name__}", size)
 
 
-def _parquet(file: Path, name: str, field: str, image_field: str) -> Iterator[Record]:
+def _parquet(file: Any, name: str, field: str, image_field: str) -> Iterator[Record]:
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(f"{file} needs a library: pip install 'dsv4_jax[text]'")
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(file) as table:
+    with contextlib.ExitStack() as stack:
+        content = file if isinstance(file, Path) else stack.enter_context(file.open("rb"))
+        table = stack.enter_context(pq.ParquetFile(content))
         columns = table.schema_arrow.names
         if field not in columns:
             raise ConfigError(f"{file}: no column {field!r}, only {', '.join(columns)}; data.text_field names it")
@@ -265,7 +317,7 @@ def _parquet(file: Path, name: str, field: str, image_field: str) -> Iterator[Re
                 yield _with_images(record, value, image_field, file.parent) if image_field else record
 
 
-def _with_images(record: Record, value: dict[str, Any], field: str, folder: Path) -> Record:
+def _with_images(record: Record, value: dict[str, Any], field: str, folder: Any) -> Record:
     """The record with its images; bad if one cannot be found, or there are not as many as places for them."""
     listed = value.get(field) if record.text is not None else None
     if listed is None:
@@ -283,7 +335,7 @@ def _with_images(record: Record, value: dict[str, Any], field: str, folder: Path
     return record._replace(images=tuple(images), size=record.size + sum(map(len, images)))
 
 
-def _encoded(entry: object, folder: Path) -> bytes:
+def _encoded(entry: object, folder: Any) -> bytes:
     """The bytes of an image: themselves, base64 after `data:...,`, a path from `folder`, or a dict with one of these.
 
     A dict may have them as `bytes` (base64 if they are text), else as `path`.
@@ -305,8 +357,8 @@ def _encoded(entry: object, folder: Path) -> bytes:
         raise ValueError(f"invalid base64: {error}") from error
 
 
-def _array_record(file: Path, name: str) -> Iterator[Record]:
-    reader = ArrayRecordReader(str(file))
+def _array_record(file: Any, name: str) -> Iterator[Record]:
+    reader = ArrayRecordReader(str(remote.local(file)))
     for number in range(reader.num_records()):
         yield _decoded(f"{name}:{number + 1}", reader.read([number])[0])
     reader.close()

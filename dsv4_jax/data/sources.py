@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents as token ids, by number: in memory, in files of ids, or in shards that were made ahead of time."""
 
+import functools
 import hashlib
 import json
 import re
@@ -12,20 +13,19 @@ import numpy as np
 from PIL import Image
 
 from dsv4_jax.config import DataConfig
-from dsv4_jax.data import drawn
+from dsv4_jax.data import drawn, remote
 from dsv4_jax.data.documents import tokenized
-from dsv4_jax.data.ids import Flat, Joined, mapped, open_id_files
+from dsv4_jax.data.ids import ArrayFile, Flat, Joined, Mapped, open_id_files
 from dsv4_jax.data.interleaved import NO_SPANS, Spans, vision_settings
-from dsv4_jax.data.records import TOKENS, ArrayRecordReader, find
+from dsv4_jax.data.records import INDEX, TOKENS, ArrayRecordReader, find, sample_hash
 from dsv4_jax.data.tokenizer import Tokenizer, load_tokenizer
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.section import ConfigError
 
-INDEX = "index.json"
 IDS, DOCUMENTS = ".ids", ".npy"  # of a shard: the ids of its documents, one after another; their `TABLE`
 IMAGES, SPANS = ".images.array_record", ".images.npy"  # of a shard: encoded images; document and span of each
 FORMAT = 2
-_SAMPLES, _SAMPLE = 16, 1 << 12  # pieces of a file that are compared, and bytes of each
+_READERS = 64  # files of images that are open at a time
 _IN_MEMORY = 1 << 30  # bytes of text that a run tokenises at its start
 
 
@@ -66,10 +66,10 @@ class Source(Protocol):
         ...
 
 
-class Shards(Joined):
+class TokenShards(Joined):
     """Documents that the `data` command has tokenised: mapped files of ids under an index, images in ArrayRecord."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, vision: ModelConfig | None = None):
+    def __init__(self, folder: Any, tokenizer: Tokenizer, vision: ModelConfig | None = None):
         index = _read_index(folder)
         if index["fingerprint"] != tokenizer.fingerprint:
             raise ConfigError(
@@ -82,7 +82,9 @@ class Shards(Joined):
                 f"{folder} holds images for a model of {made}, but this one has {now or 'no vision'}: run the data "
                 "command again, or set the model's vision_* keys and image_token_id as they were"
             )
-        self._folder, self._readers = folder, {}
+        self._folder = folder
+        # A reader holds a file open, of which a process may have a limited number.
+        self._reader = functools.lru_cache(_READERS)(lambda name: ArrayRecordReader(str(self._local(name))))
         self._names = [shard["name"] for shard in index["shards"]]
         parts, spans = [], []
         for shard in index["shards"]:
@@ -94,34 +96,38 @@ class Shards(Joined):
                 found = file.stat().st_size if file.exists() else 0
                 if found != size:
                     raise ConfigError(f"{file} has {found:,} bytes, expected {size:,}: it is truncated or replaced")
-            ids = np.memmap(folder / (shard["name"] + IDS), index["type"], mode="r")
-            table = np.load(folder / (shard["name"] + DOCUMENTS), mmap_mode="r", allow_pickle=False)
-            parts.append(mapped(shard["name"], ids, table, tokenizer.border))
+            kind = np.dtype(index["type"])
+            ids = ArrayFile.of(self._local(shard["name"] + IDS), kind, 0, shard["bytes"] // kind.itemsize)
+            table = ArrayFile.of_npy(self._local(shard["name"] + DOCUMENTS))
+            parts.append(Mapped(shard["name"], ids, table, tokenizer.border))
             if made:
-                spans.append(self._spans(shard, len(table)))
+                spans.append(self._spans(shard, table.length))
         super().__init__(index["source"], parts, index["skipped"])
         self._image_ends = np.cumsum([len(table) for _, table in spans])
         if any(len(table) for _, table in spans):
             counts, found = (np.concatenate(some) for some in zip(*spans, strict=True))
             self.spans = Spans(np.cumsum(counts), found)
 
+    def _local(self, name: str) -> Path:
+        """Return a file of the folder; the copy of one at an address."""
+        return remote.local(self._folder / name)
+
     def _spans(self, shard: dict[str, Any], documents: int) -> tuple[np.ndarray, np.ndarray]:
         """Images of each of a shard's documents, and their lines of `Spans.table`."""
         if "images_bytes" not in shard:
             return np.zeros(documents, np.int64), NO_SPANS
-        table = np.load(self._folder / (shard["name"] + SPANS), allow_pickle=False)
+        table = np.load(self._local(shard["name"] + SPANS), allow_pickle=False)
         return np.bincount(table[:, 0], minlength=documents), table[:, 1:]
 
     def image(self, number: int) -> bytes:
         """See `Source`."""
         shard = int(np.searchsorted(self._image_ends, number, side="right"))
-        file = self._names[shard] + IMAGES
-        if file not in self._readers:
-            self._readers[file] = ArrayRecordReader(str(self._folder / file))
-        return self._readers[file].read([number - (int(self._image_ends[shard - 1]) if shard else 0)])[0]
+        return self._reader(self._names[shard] + IMAGES).read(
+            [number - (int(self._image_ends[shard - 1]) if shard else 0)]
+        )[0]
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
+def _read_index(folder: Any) -> dict[str, Any]:
     try:
         index = json.loads((folder / INDEX).read_text())
         if index["format"] != FORMAT:
@@ -147,39 +153,34 @@ def key_of(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def prepared_folder(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None = None) -> Path:
+def prepared_folder(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None = None) -> Any:
     """Return the folder of a source's tokens: the one that the `data` command has made, else the one it will make.
 
     Its name ends with a digest of the files (names within the source, sizes and a sample of their content), the
     tokenizer and what reading depends on. So it is found however the source's path is spelled, and after a copy to
     another disk. Images that lie outside a folder that is the source are not looked at.
     """
-    root, files = find(path)
-    found = [(f.relative_to(root).as_posix(), f.stat().st_size, _sample(f)) for f in files]
+    root, files = find(path, cfg.prepared)
+    found = [(f.relative_to(root).as_posix(), f.stat().st_size, sample_hash(f)) for f in files]
     told: list[Any] = [FORMAT, found, tokenizer.fingerprint, cfg.text_field, cfg.on_error]
     if vision:
-        beside = "" if Path(path).is_dir() else str(root.resolve())  # of a lone file, images lie outside the source
+        folder = remote.open_path(path, "data.path")
+        beside = "" if folder.is_dir() else str(root.resolve())  # of a lone file, images lie outside the source
         told += [cfg.image_field, vision_settings(vision), beside]
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
-    made = (folder for folder in sorted(Path(cfg.prepared).glob(f"*-{digest}")) if (folder / INDEX).is_file())
+    prepared = remote.open_path(cfg.prepared, "data.prepared")
+    there = sorted(prepared.glob(f"*-{digest}")) if prepared.is_dir() else []
+    made = (folder for folder in there if (folder / INDEX).is_file())
     slug = re.sub(r"[^\w.-]+", "-", path or "stdlib").strip("-.") or "source"
-    return next(made, Path(cfg.prepared) / f"{slug[-40:]}-{digest}")
+    return next(made, prepared / f"{slug[-40:]}-{digest}")
 
 
-def _sample(file: Path) -> str:
-    """Hash a file of up to 64 KiB whole, of a larger one `_SAMPLES` pieces at even distances, both ends included.
-
-    The time of a file's last change is no substitute: a copy has another one.
-    """
-    size, found = file.stat().st_size, hashlib.sha256()
-    with file.open("rb", buffering=0) as content:
-        if size <= _SAMPLES * _SAMPLE:
-            found.update(content.read())
-        else:
-            for number in range(_SAMPLES):
-                content.seek((size - _SAMPLE) * number // (_SAMPLES - 1))
-                found.update(content.read(_SAMPLE))
-    return found.hexdigest()[:16]
+def made_ahead(path: str) -> Any:
+    """Return the folder at a path if the `data` command has made it, else None."""
+    if not path or path.startswith(drawn.PREFIX):
+        return None
+    folder = remote.open_path(path, "data.path")
+    return folder if (folder / INDEX).is_file() else None
 
 
 def open_source(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None = None) -> Source:
@@ -188,22 +189,28 @@ def open_source(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelC
     Raises:
         ConfigError: if there is nothing there, or it is damaged, or too much to be tokenised at every start.
     """
-    if (Path(path) / INDEX).is_file() and path:
-        return _checked(Shards(Path(path), tokenizer, vision), path)
+    with remote.reading(path.removeprefix(drawn.PREFIX), cfg.prepared):
+        return _checked(_open(path, cfg, tokenizer, vision), path)
+
+
+def _open(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None) -> Source:
+    """See `open_source`."""
+    if folder := made_ahead(path):
+        return TokenShards(folder, tokenizer, vision)
     if path.startswith(drawn.PREFIX) and not vision:
         raise ConfigError(f"data.path = {path!r} gives pictures, but model.vision_n_layers = 0: the model sees none")
-    _, files = find(path.removeprefix(drawn.PREFIX))
+    _, files = find(path.removeprefix(drawn.PREFIX), cfg.prepared)
     if ids := [f for f in files if f.suffix in TOKENS]:
         if len(ids) < len(files):
             other = next(f for f in files if f.suffix not in TOKENS)
             raise ConfigError(f"data.path = {path!r} holds ids ({ids[0].name}) and text ({other.name}); separate them")
-        return _checked(open_id_files(path, ids, cfg, tokenizer, vision), path)
+        return open_id_files(path, ids, cfg, tokenizer, vision)
     if not path.startswith(drawn.PREFIX):
         folder = prepared_folder(path, cfg, tokenizer, vision)
         if (folder / INDEX).is_file():
-            return _checked(Shards(folder, tokenizer, vision), path)
+            return TokenShards(folder, tokenizer, vision)
     _check_size(path, sum(f.stat().st_size for f in files))
-    return _checked(_in_memory(path, cfg, tokenizer, vision), path)
+    return _in_memory(path, cfg, tokenizer, vision)
 
 
 def _check_size(path: str, size: int) -> None:
