@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dsv4_jax as ds
-from dsv4_jax.data.batch import model_inputs, put_batch
+from dsv4_jax.data.batch import put_batch
 from dsv4_jax.data.packing import START
+from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.train.checkpoint import load_model
 from dsv4_jax.train.feed import read_data, streams
 from dsv4_jax.train.loop import run
@@ -40,7 +41,7 @@ def loads(cfg: ds.Config, name: str, speed: float, two: bool) -> np.ndarray:
 
     @jax.jit
     def count(model: ds.DeepSeek, batch: dict[str, jax.Array]) -> jax.Array:
-        return jnp.stack([told["load"] for told in model.features(**model_inputs(batch)).layers])
+        return jnp.stack([report.load for report in model.hidden(Inputs.of(batch)).layers])
 
     model = load_model(cfg)
     with streams(cfg, read_data(cfg)[0], START) as (stream, evaluation):

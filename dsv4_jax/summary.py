@@ -78,7 +78,7 @@ def describe_model(cfg: ModelConfig) -> list[str]:
     total, active = parameter_counts(cfg)
     lines = [f"parameters  {total:,}, of which a token uses {active:,}"]
     title = "layers"
-    for group in model.plan:
+    for group in model.scan_groups:
         end = group.start + group.period * group.repeats
         kinds = ", ".join(spec.name for spec in cfg.layer_specs[group.start : group.start + group.period])
         span = f"{group.start}" if end == group.start + 1 else f"{group.start}-{end - 1}"

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 import dsv4_jax as ds
+from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import whole
 from dsv4_jax.model.token_map import token_map
 from dsv4_jax.ops.cross_entropy import head_logits
@@ -136,11 +137,11 @@ class Golden:
 
 def _objective(graph, params, rest, ids, segment_ids, losses: Losses):
     model = nnx.merge(graph, params, rest)
-    out = model.features(ids, segment_ids, collect=("streams",))
+    out = model.hidden(Inputs(ids, segment_ids), collect=("streams",))
     head = whole(model.head)
     logits, mtp = head_logits(out.h, head), head_logits(out.mtp, head)
     loss = (position_losses(logits, losses.targets) * losses.ce).sum()
     loss += (position_losses(mtp, losses.mtp_targets) * losses.mtp_ce).sum()
-    loss += losses.indexer * sum(told["indexer"] for told in out.layers)
-    loss += losses.balance * sum(told["balance"] for told in out.layers)
+    loss += losses.indexer * sum(report.indexer for report in out.layers)
+    loss += losses.balance * sum(report.balance for report in out.layers)
     return loss, (logits, mtp, out.layers)

@@ -11,6 +11,7 @@ from flax import nnx
 from golden_models import empty_model, ruled_model, small_config
 
 from dsv4_jax.config import Config, LossConfig, TrainConfig
+from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import RouterBias
 from dsv4_jax.train.objectives import objective_of
 from dsv4_jax.train.objectives.pretrain import denominators, losses
@@ -43,16 +44,16 @@ def test_loads_are_split_by_modality_where_there_are_images(two: bool):
 
     @jax.jit
     def run(model, types):
-        return model.features(batch["ids"], batch["segment_ids"], token_types=types).layers
+        return model.hidden(Inputs(batch["ids"], batch["segment_ids"], types)).layers
 
     real, image = batch["segment_ids"] > 0, types >= 0
-    count = lambda told, where: np.bincount(np.asarray(told["experts"])[where].reshape(-1), minlength=E)
-    for told in run(model, types):  # the layer's and the MTP block's
-        assert told["load"].tolist() == [count(told, real & ~image).tolist(), count(told, image).tolist()]
-    for told in run(model, None):
-        found = np.asarray(told["load"])
+    count = lambda report, where: np.bincount(np.asarray(report.experts)[where].reshape(-1), minlength=E)
+    for report in run(model, types):  # the layer's and the MTP block's
+        assert report.load.tolist() == [count(report, real & ~image).tolist(), count(report, image).tolist()]
+    for report in run(model, None):
+        found = np.asarray(report.load)
         assert found.shape == ((2, E) if two else (E,))
-        assert found.reshape(-1, E)[0].tolist() == count(told, real).tolist()
+        assert found.reshape(-1, E)[0].tolist() == count(report, real).tolist()
 
 
 NAMES = ["0", "1", "2", "mtp"]

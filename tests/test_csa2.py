@@ -11,6 +11,7 @@ from flax import nnx
 from golden_models import ruled_model, small_config
 from test_attention import Case, gradients, inputs, segments
 
+from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.ops.attention import attend, attend_reference
 from dsv4_jax.ops.documents import documents, windows
 from dsv4_jax.ops.indexer import Index, candidate_blocks, in_blocks
@@ -115,7 +116,7 @@ IDS = np.random.RandomState(0).randint(0, 64, (1, 24))
 
 @pytest.fixture(scope="module")
 def stages():
-    run = jax.jit(lambda model, starts: model.features(IDS, replay_starts=starts, collect=["topk"]))
+    run = jax.jit(lambda model, starts: model.hidden(Inputs(IDS, replay_starts=starts), collect=["topk"]))
     return {stage: (ruled_model(dataclasses.replace(MODEL, attention=stage)), run) for stage in ("dense", "sparse")}
 
 
@@ -125,8 +126,8 @@ def test_reuse_reads_the_last_selection(stages):
     out = {stage: run(model, nothing) for stage, (model, run) in stages.items()}
     np.testing.assert_allclose(out["sparse"].h[:, :7], out["dense"].h[:, :7], rtol=0, atol=1e-5)
     assert np.abs(out["sparse"].h - out["dense"].h)[:, 8:].max() > 1e-3
-    assert ["topk" in report for report in out["sparse"].layers] == [True, True, False]
-    assert [report["indexer"] > 0 for report in out["sparse"].layers] == [True, True, False]
+    assert [report.collected.topk is not None for report in out["sparse"].layers] == [True, True, False]
+    assert [report.indexer > 0 for report in out["sparse"].layers] == [True, True, False]
 
 
 def test_bounded_replay_cuts_the_windows_of_the_decoder(stages):

@@ -90,8 +90,8 @@ def test_values_are_those_of_each_document_alone(packed, alone):
             got, want = getattr(run, name)[row, where], getattr(alone[length], name)[0, :length]
             np.testing.assert_allclose(got, want, rtol=0, atol=3e-5, err_msg=f"{name} of length {length}")
         for i, report in enumerate(run.layers):
-            want = alone[length].layers[i]["experts"][0, :length]
-            np.testing.assert_array_equal(report["experts"][row, where], want)
+            want = alone[length].layers[i].experts[0, :length]
+            np.testing.assert_array_equal(report.experts[row, where], want)
 
 
 def test_gradients_are_the_sum_of_those_alone(packed, alone):
@@ -103,17 +103,17 @@ def test_gradients_are_the_sum_of_those_alone(packed, alone):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max() + 1e-7, err_msg=name)
 
 
-def test_what_layers_tell_adds_up_over_documents(packed, alone):
+def test_reports_of_layers_add_up_over_documents(packed, alone):
     """Expert loads, the indexer's loss and the balance loss of every layer; padding counts nowhere."""
     run, _ = packed
     for i, report in enumerate(run.layers):
-        assert report["load"].sum() == 2 * sum(LENGTHS)
-        np.testing.assert_array_equal(report["load"], sum(a.layers[i]["load"] for a in alone.values()))
+        assert report.load.sum() == 2 * sum(LENGTHS)
+        np.testing.assert_array_equal(report.load, sum(a.layers[i].load for a in alone.values()))
         for name in ("indexer", "balance"):
-            want = sum(a.layers[i][name] for a in alone.values())
-            np.testing.assert_allclose(report[name], want, rtol=1e-5, atol=1e-6, err_msg=f"{name} of layer {i}")
-        assert (report["balance"] == 0) == (i < 2)  # hash layers have nothing to balance
-        assert (report["indexer"] == 0) == (i not in (2, 4))  # the CSA layers
+            got, want = getattr(report, name), sum(getattr(a.layers[i], name) for a in alone.values())
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6, err_msg=f"{name} of layer {i}")
+        assert (report.balance == 0) == (i < 2)  # hash layers have nothing to balance
+        assert (report.indexer == 0) == (i not in (2, 4))  # the CSA layers
 
 
 @pytest.mark.parametrize("length", [3, 16, 40])

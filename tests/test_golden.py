@@ -17,7 +17,7 @@ def test_values_match_the_official_equations(golden):
     """Streams after every layer, and both logits."""
     run = golden.next_token_loss()
     for i in range(golden.cfg.n_layers):
-        stream = run.layers[i]["streams"][:, ::3]
+        stream = run.layers[i].collected.streams[:, ::3]
         np.testing.assert_allclose(stream, golden.arrays[f"stream/{i}"], rtol=0, atol=1e-4, err_msg=f"layer {i}")
     np.testing.assert_allclose(run.logits, golden.arrays["logits"], rtol=0, atol=1e-4)
     np.testing.assert_allclose(run.mtp_logits, golden.arrays["mtp_logits"], rtol=0, atol=1e-4)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from golden_models import ruled_model, small_config
 
+from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.weights.names import official_tensors
 
 TENSORS = {
@@ -44,8 +45,8 @@ IDS = np.random.RandomState(0).randint(0, 64, (1, 24))
 
 @pytest.fixture(scope="module")
 def stages():
-    """A CSA layer in every stage, with the same weights: the model and its features."""
-    run, found = jax.jit(lambda model: model.features(IDS, collect=["topk"])), {}
+    """A CSA layer in every stage, with the same weights: the model and its hidden states."""
+    run, found = jax.jit(lambda model: model.hidden(Inputs(IDS), collect=["topk"])), {}
     for stage in ("dense", "warmup", "sparse"):
         model = ruled_model(small_config(attention=stage, n_mtp_layers=0, compress_ratios=(4,)))
         found[stage] = model, run(model)
@@ -62,14 +63,14 @@ def test_warmup_computes_what_dense_does(stages):
 
 def test_dense_has_no_indexer_loss(stages):
     for stage, (_, out) in stages.items():
-        assert (out.layers[0]["indexer"] > 0) == (stage != "dense")
-        assert ("topk" in out.layers[0]) == (stage == "sparse")
+        assert (out.layers[0].indexer > 0) == (stage != "dense")
+        assert (out.layers[0].collected.topk is not None) == (stage == "sparse")
 
 
 @pytest.mark.parametrize("stage", [pytest.param("dense", marks=pytest.mark.slow), "warmup"])
 def test_stages_train_the_indexer_or_not(stages, stage: str):
     """Dense leaves it alone: gradients of exactly zero rather than none. Warm-up trains it, with no top-k."""
     model, _ = stages[stage]
-    grads = jax.jit(jax.grad(lambda model: model.features(IDS).layers[0]["indexer"]))(model)
+    grads = jax.jit(jax.grad(lambda model: model.hidden(Inputs(IDS)).layers[0].indexer))(model)
     trained = {n for n, g in official_tensors(model, grads).items() if np.abs(g).max() > 0}
     assert trained == ({f"layers.0.attn.indexer.{name}" for name in TENSORS} if stage == "warmup" else set())

@@ -20,6 +20,7 @@ import dsv4_jax as ds
 from dsv4_jax.mesh import abstract_mesh
 from dsv4_jax.model.dspark import Anchors, propose
 from dsv4_jax.model.engram import compute_engram_rows
+from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import RouterBias
 from dsv4_jax.ops.documents import documents
 from dsv4_jax.train.step import update_biases
@@ -104,7 +105,7 @@ def test_drafts(v41):
     @jax.jit
     def draft(model):
         images = dict(patches=arrays["patches"], image_grids=v41["grids"])
-        out = model.features(ids, token_types=types, **images, collect=["features"])
+        out = model.hidden(Inputs(ids, token_types=types, **images), collect=["features"])
         return propose(model, model.drafts(out, anchors), anchors)
 
     found = draft(model)

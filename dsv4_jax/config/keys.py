@@ -6,17 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from dsv4_jax.model.compute import COMPUTE_KEYS
 from dsv4_jax.section import ConfigError, Section, nearest
 
-# Keys of the model that may change in a run: they leave its arrays alone.
-RUNTIME = {
-    *("attention", "attention_block", "compute_dtype", "remat", "select", "yarn"),
-    *("expert_matmul", "expert_exchange", "expert_waves", "expert_gradients", "recall"),
-}
-
-
+# Of the model, a stage may change how it is computed.
 CHANGEABLE = re.compile(
-    rf"data\.(seq_len|batch_size|path|mixture|row_patches|row_images)|model\.({'|'.join(sorted(RUNTIME))})|loss\.\w+"
+    rf"data\.(seq_len|batch_size|path|mixture|row_patches|row_images)|model\.({'|'.join(sorted(COMPUTE_KEYS))})|loss\.\w+"
     r"|optim\.(learning_rate|end_learning_rate|engram_factor|vision_factor|weight_decay|clip|tau)|routing\..+|mesh\.\w+"
     r"|train\.(accumulate|frozen)"
 )

@@ -21,8 +21,6 @@ The training loop and an objective may add arrays with rows and positions: `engr
 `experts` [B, S, learned layers, k] (anticipatory routing), `anchors` [B, A] (training of draft blocks).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +40,6 @@ EMPTY = {
     "ids": 0, "segment_ids": 0, "targets": -1, "mtp_targets": -1,
     "token_types": TEXT, "patches": 0, "image_grids": 0,
 }  # fmt: skip
-MODEL_INPUTS = ("ids", "segment_ids", "token_types", "patches", "image_grids", "engram_rows")
 
 
 def row_shapes(S: int, budget: Budget | None) -> dict[str, tuple[int, ...]]:
@@ -91,11 +88,6 @@ def with_engram_rows(batch: dict[str, jax.ShapeDtypeStruct], model: ModelConfig)
     shape = *batch["ids"].shape, len(model.engram_layer_ids), columns
     sharding = NamedSharding(current_mesh(), act_spec(4))
     return batch | {"engram_rows": jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)}
-
-
-def model_inputs(batch: Batch) -> dict[str, Any]:
-    """Return the arrays of a batch that the model reads, by the name of its argument."""
-    return {name: batch[name] for name in MODEL_INPUTS if name in batch}
 
 
 def accumulation_parts(batch: Batch, parts: int) -> Batch:

@@ -13,6 +13,7 @@ from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.generate.speculate import Speculated, speculate
 from dsv4_jax.mesh import BATCH, ensure_mesh
 from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import whole
 from dsv4_jax.model.token_types import TEXT
 from dsv4_jax.ops.cross_entropy import head_logits
@@ -83,7 +84,7 @@ def _continue(model: DeepSeek, ids: jax.Array, first: jax.Array, seed: jax.Array
     rows = math.prod(sizes[axis] for axis in BATCH)  # equal rows, one for each device
 
     def step(t: jax.Array, ids: jax.Array) -> jax.Array:
-        h = model.features(jnp.tile(ids, (rows, 1)), with_mtp=False).h
+        h = model.hidden(Inputs(jnp.tile(ids, (rows, 1))), with_mtp=False).h
         h = jax.lax.dynamic_slice_in_dim(jax.reshard(h, jax.P()), t - 1, 1, axis=1)[0, 0]
         logits = head_logits(h, whole(model.head))
         noise = jax.random.gumbel(jax.random.fold_in(key, t), logits.shape)

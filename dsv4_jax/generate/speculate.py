@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.mesh import BATCH, act_spec
-from dsv4_jax.model.deepseek import DeepSeek, Features
+from dsv4_jax.model.deepseek import DeepSeek, Hidden
 from dsv4_jax.model.dspark import Anchors, propose
+from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import whole
 from dsv4_jax.ops.cross_entropy import head_logits
 
@@ -81,8 +82,8 @@ def speculate(
     anchors = sizes["context"]
     key = jax.random.key(seed)
 
-    def read(ids_S: jax.Array) -> Features:
-        return model.features(jnp.tile(ids_S, (rows, 1)), with_mtp=False, collect=["features"])
+    def read(ids_S: jax.Array) -> Hidden:
+        return model.hidden(Inputs(jnp.tile(ids_S, (rows, 1))), with_mtp=False, collect=["features"])
 
     def one(x: jax.Array) -> jax.Array:
         """Return the first row, replicated on every device."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer: Engram memory, hyper-connected attention, hyper-connected experts; and the MTP block made from it."""
+"""One layer: Engram memory, hyper-connected attention, hyper-connected experts."""
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from dsv4_jax.model import hyper, moe
 from dsv4_jax.model.attention import Attention, Shared, make_empty_shared
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.engram import Engram
-from dsv4_jax.model.params import Params, linear, rms_norm
+from dsv4_jax.model.params import Params, rms_norm
 from dsv4_jax.model.tables import Tables
 
 
@@ -21,26 +22,26 @@ class Tokens(NamedTuple):
 
     Attributes:
         ids_BS: token ids.
-        at: tables of the packed rows.
-        real_BS: positions that are no padding.
-        image_BS: positions of images, delimiters included; None without images.
+        tables: integer and angle tables of the packed rows.
+        real_BS: bool, positions that are no padding.
+        image_BS: bool, positions of images, delimiters included; None without images.
         engram_rows_BSLC: rows of the Engrams' tables; None without Engrams.
     """
 
     ids_BS: jax.Array
-    at: Tables
+    tables: Tables
     real_BS: jax.Array
     image_BS: jax.Array | None = None
     engram_rows_BSLC: jax.Array | None = None
 
 
-class Stack(NamedTuple):
-    """What goes down the stack of layers.
+class Carry(NamedTuple):
+    """The carry of the scan over layers: what one layer hands to the next.
 
     Attributes:
         x_BSND: the residual streams.
         pre_BSN: input mix for the next sublayer, fp32; None if every sublayer computes its own.
-        shared: what CSA2 layers hand down, by ratio.
+        shared: entries and selections that CSA2 layers hand on, by compression ratio.
     """
 
     x_BSND: jax.Array
@@ -48,14 +49,60 @@ class Stack(NamedTuple):
     shared: dict[int, Shared]
 
 
-def stack(cfg: ModelConfig, e_BSD: jax.Array, dtype: jnp.dtype) -> Stack:
-    """The start: every stream is the embedding, the first input mix reads the first one."""
+class Collected(NamedTuple):
+    """Arrays of a layer that a caller can ask for by name (`collect`). None: not asked for, or the layer has none.
+
+    Attributes:
+        streams: residual streams after the layer, [B, S, N, D].
+        pre_mix: input mix that the layer hands on, [B, S, N].
+        topk: entries that its indexer selected, [B, S, k] in any order; -1 for none.
+        candidates: blocks of entries in the pool that it made, [B, S, blocks].
+        router_scores: the router's scores before the bias, [B, S, E].
+        features: mean of the streams that its attention reads, [B, S, D], which draft blocks read.
+    """
+
+    streams: jax.Array | None = None
+    pre_mix: jax.Array | None = None
+    topk: jax.Array | None = None
+    candidates: jax.Array | None = None
+    router_scores: jax.Array | None = None
+    features: jax.Array | None = None
+
+    def only(self, names: Collection[str]) -> "Collected":
+        """Drop all but the named ones."""
+        return Collected(**{name: x for name, x in self._asdict().items() if name in names})
+
+
+class LayerReport(NamedTuple):
+    """What a layer reports beside its output.
+
+    Attributes:
+        experts: chosen experts, int32 [B, S, k].
+        load: real tokens of every expert (see `Block.load`).
+        clamped: number of the experts' activations of real tokens that the SwiGLU clamps.
+        balance: balance loss, summed over real tokens; 0 in hashed layers.
+        indexer: the indexer's loss, summed over real tokens; 0 without an indexer.
+        recall: [3], `indexer_recall` summed over queries; None unless it is measured.
+        collected: what the caller asked for.
+    """
+
+    experts: jax.Array
+    load: jax.Array
+    clamped: jax.Array
+    balance: jax.Array
+    indexer: jax.Array
+    recall: jax.Array | None
+    collected: Collected
+
+
+def start_carry(cfg: ModelConfig, e_BSD: jax.Array, dtype: jnp.dtype) -> Carry:
+    """Make the first layer's carry: every stream is the embedding, the first input mix reads the first stream."""
     B, S, D = e_BSD.shape
     x_BSND = jnp.broadcast_to(e_BSD[:, :, None], (B, S, cfg.hc_mult, D))
     pre = None
     if cfg.hc_single_pass:
         pre = jax.reshard(jnp.broadcast_to(jnp.eye(cfg.hc_mult)[0], (B, S, cfg.hc_mult)), act_spec(3))
-    return Stack(x_BSND, pre, make_empty_shared(cfg, B, S, dtype))
+    return Carry(x_BSND, pre, make_empty_shared(cfg, B, S, dtype))
 
 
 class Block(nnx.Module):
@@ -73,60 +120,73 @@ class Block(nnx.Module):
         self.ffn = moe.MoE(cfg, make, layers, spec.hashed)
 
     def __call__(
-        self, down: Stack, tokens: Tokens, dtype: jnp.dtype, forced_BSk: jax.Array | None = None
-    ) -> tuple[Stack, dict[str, Any]]:
-        """What goes down after the layer, and what the layer tells.
-
-        Told, by name: `experts` [B, S, k], `load` (see there), `clamped` (activations of real tokens), `balance`
-        and `indexer` (losses summed over real tokens), `router_scores` [B, S, E], `entering` [B, S, D]
-        (the mean of the streams that attention reads), and where there are such, `topk` [B, S, k],
-        `candidates` [B, S, blocks], `pre_mix` [B, S, N] and `recall` [3] (`indexer_recall` summed over queries).
-        """
-        cfg, at = self.cfg, tokens.at
-        x_BSND = down.x_BSND
+        self, carry: Carry, tokens: Tokens, dtype: jnp.dtype, forced_BSk: jax.Array | None = None
+    ) -> tuple[Carry, LayerReport]:
+        """Run the layer: the carry after it, and its report with everything collected."""
+        cfg = self.cfg
+        x_BSND = carry.x_BSND
+        # The Engram adds to the streams of text positions.
         if self.spec.engram >= 0:
             assert tokens.engram_rows_BSLC is not None  # the model makes them
             with jax.named_scope("engram"):
                 rows_BSC = tokens.engram_rows_BSLC[:, :, self.spec.engram]
                 text_BS = tokens.real_BS if tokens.image_BS is None else tokens.real_BS & ~tokens.image_BS
                 x_BSND = self.engram(x_BSND, rows_BSC, text_BS, dtype)
-        told: dict[str, Any] = {"entering": x_BSND.astype(jnp.float32).mean(2).astype(x_BSND.dtype)}
+        features = x_BSND.astype(jnp.float32).mean(2).astype(x_BSND.dtype)
+
+        # Attention reads one mix of the streams [B, S, D] and its output goes into all of them.
         with jax.named_scope("attention"):
             mix = hyper.compute_mix(x_BSND, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, cfg)
-            pre = mix.pre_BSN if down.pre_BSN is None else down.pre_BSN
+            pre = mix.pre_BSN if carry.pre_BSN is None else carry.pre_BSN
             u = rms_norm(hyper.collapse(x_BSND, pre), cfg.norm_eps, self.attn_norm)
-            y, attended, shared = self.attn(u, down.shared, at, dtype)
+            y, attended, shared = self.attn(u, carry.shared, tokens.tables, dtype)
             x_BSND = hyper.expand(y, x_BSND, mix)
-        down = down._replace(x_BSND=x_BSND, shared=shared)
-        down, routing, clamped = self.feed_forward(down, mix, tokens, forced_BSk, dtype)
-        told |= {
-            "experts": routing.experts_BSk,
-            "load": self.load(routing, tokens),
-            "clamped": clamped,
-            "balance": jnp.zeros(()) if self.spec.hashed else moe.compute_balance_loss(routing, at.docs),
-            "indexer": (attended.kl_BS * tokens.real_BS).sum(),
-            "router_scores": routing.scores_BSE,
-        }
-        chosen = {"topk": attended.topk_BSk if self.spec.indexed else None, "candidates": attended.candidates_BSc}
-        chosen["pre_mix"] = down.pre_BSN
-        chosen["recall"] = None if attended.recall_BS3 is None else attended.recall_BS3.sum((0, 1))
-        return down, told | {name: value for name, value in chosen.items() if value is not None}
+
+        # So do the experts.
+        carry = carry._replace(x_BSND=x_BSND, shared=shared)
+        carry, routing, clamped = self.feed_forward(carry, mix, tokens, forced_BSk, dtype)
+        report = LayerReport(
+            experts=routing.experts_BSk,
+            load=self.load(routing, tokens),
+            clamped=clamped,
+            balance=jnp.zeros(()) if self.spec.hashed else moe.compute_balance_loss(routing, tokens.tables.docs),
+            indexer=(attended.kl_BS * tokens.real_BS).sum(),
+            recall=None if attended.recall_BS3 is None else attended.recall_BS3.sum((0, 1)),
+            collected=Collected(
+                streams=carry.x_BSND,
+                pre_mix=carry.pre_BSN,
+                topk=attended.topk_BSk if self.spec.indexed else None,
+                candidates=attended.candidates_BSc,
+                router_scores=routing.scores_BSE,
+                features=features,
+            ),
+        )
+        return carry, report
 
     def feed_forward(
-        self, down: Stack, before: hyper.Mix, tokens: Tokens, forced_BSk: jax.Array | None, dtype: jnp.dtype
-    ) -> tuple[Stack, moe.Routing, jax.Array]:
-        """The experts' half of the layer, after the attention site with the mix `before`; what `MoE` tells."""
-        cfg, x_BSND = self.cfg, down.x_BSND
+        self, carry: Carry, before: hyper.Mix, tokens: Tokens, forced_BSk: jax.Array | None, dtype: jnp.dtype
+    ) -> tuple[Carry, moe.Routing, jax.Array]:
+        """Run the experts' sublayer after the attention with the mix `before`.
+
+        Returns:
+            carry: with the streams after the sublayer and the input mix for the next one.
+            routing: the router's choice.
+            clamped: number of activations of real tokens that the SwiGLU clamps.
+        """
+        cfg, x_BSND = self.cfg, carry.x_BSND
         with jax.named_scope("experts"):
             mix = hyper.compute_mix(x_BSND, self.hc_ffn_fn, self.hc_ffn_base, self.hc_ffn_scale, cfg)
             pre = before.pre_BSN if cfg.hc_single_pass else mix.pre_BSN
             u = rms_norm(hyper.collapse(x_BSND, pre), cfg.norm_eps, self.ffn_norm)
             y, routing, clamped = self.ffn(u, tokens.ids_BS, tokens.real_BS, tokens.image_BS, forced_BSk, dtype)
             x_BSND = hyper.expand(y, x_BSND, mix)
-        return down._replace(x_BSND=x_BSND, pre_BSN=mix.pre_BSN if cfg.hc_single_pass else None), routing, clamped
+        return carry._replace(x_BSND=x_BSND, pre_BSN=mix.pre_BSN if cfg.hc_single_pass else None), routing, clamped
 
     def load(self, routing: moe.Routing, tokens: Tokens) -> jax.Array:
-        """Real tokens that each expert got, fp32 [E]; with images, or a bias for them, [2, E] of text and images."""
+        """Count the real tokens of every expert, fp32 [E].
+
+        With images, or a bias for them, it is [2, E]: tokens of text, then of images.
+        """
         count = lambda kind_BS: moe.count_loads(routing, kind_BS, self.cfg.n_routed_experts)
         if tokens.image_BS is None and not self.cfg.modality_bias:
             return count(tokens.real_BS)
@@ -134,33 +194,9 @@ class Block(nnx.Module):
         return jnp.stack([count(tokens.real_BS & ~image_BS), count(tokens.real_BS & image_BS)])
 
 
-class MTP(Block):
-    """Predicts the token after the next from the streams and the next token (V3 section 2.2)."""
-
-    def __init__(self, cfg: ModelConfig, make: Params):
-        super().__init__(cfg, make, LayerSpec("window"))
-        D = cfg.dim
-        self.e_proj = make.kernel(("embed", D), ("model", D))
-        self.h_proj = make.kernel(("embed", D), ("model", D))
-        self.enorm, self.hnorm, self.norm = (make.ones(("norm", D)) for _ in range(3))
-        if not cfg.hc_single_pass:
-            self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.make_head(make, cfg)
-
-    def predict(
-        self, x_BSND: jax.Array, e_BSD: jax.Array, tokens: Tokens, dtype: jnp.dtype
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Features [B, S, D] for the head, from the last streams and the next tokens' embeddings."""
-        cfg = self.cfg
-        e = linear(rms_norm(e_BSD, cfg.norm_eps, self.enorm), self.e_proj, dtype)
-        h = linear(rms_norm(x_BSND, cfg.norm_eps, self.hnorm), self.h_proj, dtype)
-        start = stack(cfg, e, dtype)
-        z, told = self(start._replace(x_BSND=(h + e[:, :, None]).astype(x_BSND.dtype)), tokens, dtype)
-        return rms_norm(collapsed(self, z), cfg.norm_eps, self.norm), told
-
-
-def collapsed(module: Any, down: Stack) -> jax.Array:
-    """The streams after the last layer as one [B, S, D]: by the mix handed down, or by the module's `hc_head`."""
-    if down.pre_BSN is not None:
-        return hyper.collapse(down.x_BSND, down.pre_BSN)
+def collapse_streams(module: Any, carry: Carry) -> jax.Array:
+    """Collapse the streams after the last layer to [B, S, D], by the mix handed on or by the module's `hc_head`."""
+    if carry.pre_BSN is not None:
+        return hyper.collapse(carry.x_BSND, carry.pre_BSN)
     head = module.hc_head_fn, module.hc_head_base, module.hc_head_scale
-    return hyper.collapse_head(down.x_BSND, *head, module.cfg)
+    return hyper.collapse_head(carry.x_BSND, *head, module.cfg)

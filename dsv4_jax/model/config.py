@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a DeepSeek model is: every size and constant, under the official field names.
+"""Configure a DeepSeek model: every size and constant, under the official field names.
 
-The field names are those of the `inference/config.json` published with the weights, so that file can
-be read next to this one. `layer_specs` turns the fields into one `LayerSpec` a layer; the model looks
-at those and never at a version.
+The field names are those of the `inference/config.json` published with the weights, so that file can be read next to
+this one. `layer_specs` turns the fields into one `LayerSpec` for each layer. The model reads those and never a
+version. Keys of how the model is computed are in `compute.py`.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dsv4_jax.section import ConfigError, Section, from_fields
+from dsv4_jax.model.compute import ComputeConfig
+from dsv4_jax.section import ConfigError, from_fields
 
 CSA_RATIO = 4  # the official code turns overlap and indexer on for this ratio and for no other
 
@@ -20,18 +21,18 @@ Mode = Literal["window", "csa", "hca", "full", "reindex", "reuse"]
 
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
-    """What one layer is: all that decides which tensors it has and what it computes.
+    """The kind of one layer: all that decides which tensors it has and what it computes.
 
     Attributes:
-        mode: its attention. `window` sees the sliding window only. `csa` and `hca` (V4) and `full`
-            (CSA2) make compressed entries; `csa`, `full` and `reindex` select among them with an
-            indexer of their own; `reindex` and `reuse` read the entries of the last `full` layer, and
-            `reuse` also the last selection.
-        ratio: tokens per compressed entry, 0 without.
-        hashed: experts follow from the token id.
-        engram: number of the layer's Engram, -1 without.
-        candidates: makes the pool that later indexers select from (`source`), or selects from it (`user`).
-        decoder: lies in the causal decoder, from the last layer that makes entries on (V4.1 section 2.2).
+        mode: kind of attention. `window` sees the sliding window only. `csa` and `hca` (V4) and `full` (CSA2) make
+            compressed entries. `csa`, `full` and `reindex` select among entries with an indexer of their own.
+            `reindex` and `reuse` read the entries of the last `full` layer; `reuse` also takes the last selection.
+        ratio: tokens per compressed entry; 0 for a window layer.
+        hashed: whether experts are looked up by token id.
+        engram: number of the layer's Engram; -1 for none.
+        candidates: `source` if the layer makes the pool that later indexers select from, `user` if it selects from it.
+        decoder: whether it is in the causal decoder, which starts at the last layer that makes entries (V4.1
+            section 2.2).
     """
 
     mode: Mode
@@ -43,19 +44,19 @@ class LayerSpec:
 
     @property
     def indexed(self) -> bool:
-        """Whether the layer has an indexer."""
+        """Return whether the layer has an indexer."""
         return self.mode in ("csa", "full", "reindex")
 
     @property
     def name(self) -> str:
-        """The layer's kind in a few words, as start-up prints it."""
+        """Describe the kind in a few words, for the table that start-up prints."""
         kind = self.mode if self.mode == "window" else f"{self.mode}/{self.ratio}"
         extra = (" engram" if self.engram >= 0 else "") + (f" {self.candidates}" if self.candidates else "")
         return f"{kind} {'hash' if self.hashed else 'learned'}{extra}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig(Section):
+class ModelConfig(ComputeConfig):
     """A DeepSeek model. Defaults are DeepSeek-V4-Flash without its sizes.
 
     Raises:
@@ -63,180 +64,156 @@ class ModelConfig(Section):
     """
 
     vocab_size: int
-    """Rows of the embedding and of the head."""
+    """Number of token ids V: rows of the embedding and columns of the head."""
     dim: int
     """Model width D."""
     n_layers: int
-    """Layers, without the MTP block."""
+    """Number of layers, draft blocks not counted."""
     n_heads: int
-    """Query heads H; they share one key-value head."""
+    """Number of query heads H. All share one key-value head."""
     head_dim: int
     """Width K of a head, of the shared key-value vector and of a compressed entry."""
     rope_head_dim: int
-    """Channels at the end of a head that rotate; even."""
+    """Number of channels at the end of a head that RoPE rotates; even."""
     q_lora_rank: int
     """Width of the query latent."""
     o_groups: int
-    """Groups of heads in the output projection."""
+    """Number of groups of heads in the output projection; must divide n_heads."""
     o_lora_rank: int
     """Width of each group's output latent."""
     moe_inter_dim: int
     """Width F of an expert, routed or shared."""
     n_routed_experts: int
-    """Routed experts E of a layer."""
+    """Number of routed experts E in a layer."""
     n_activated_experts: int
-    """Routed experts a token uses."""
+    """Number of routed experts that a token uses (top-k)."""
     compress_ratios: tuple[int, ...]
-    """Tokens per compressed entry of every layer and of the draft blocks, which come last: 0 sliding
-    window only, 4 CSA (overlapping windows and an indexer), anything above 0 else HCA; with
-    `kv_source_layers` all above 0 are CSA2."""
+    """Compression ratio (tokens per compressed entry) of every layer, then of every draft block. 0: sliding window
+    only; 4: CSA (overlapping windows and an indexer); any other: HCA. If kv_source_layers is set, all above 0 are
+    CSA2. Draft blocks have 0."""
     kv_source_layers: tuple[int, ...] = ()
-    """CSA2: layers that make compressed entries and index keys; the layers after read them."""
+    """CSA2: layers that make compressed entries and index keys. The layers after each of them read those."""
     index_source_layers: tuple[int, ...] = ()
-    """CSA2: layers with an indexer, those of kv_source_layers among them; the layers after reuse its choice."""
+    """CSA2: layers with an indexer, among them all kv_source_layers. The layers after each of them reuse its
+    selection."""
     candidate_source_layer: int = -1
-    """CSA2: layer that makes the pool of candidate entries which later indexers select from. -1: no
-    pool, as in pre-training."""
+    """CSA2: layer that makes the pool of candidate entries, from which later indexers select. -1: no pool, as in
+    pre-training."""
     candidate_topk_blocks: int = 2048
-    """Blocks of entries in the pool."""
+    """CSA2: number of blocks of entries in the pool of candidates."""
     candidate_block_size: int = 8
-    """Entries of a block."""
+    """CSA2: number of consecutive entries in a block."""
     n_hash_layers: int = 3
-    """First layers, whose experts follow from the token id."""
+    """Number of leading layers with hash routing (experts looked up by token id)."""
     n_mtp_layers: int = 1
-    """Draft blocks: 0 or 1 of multi-token prediction or, with `dspark_target_layer_ids`, any of DSpark."""
+    """Number of draft blocks: 0 or 1 of multi-token prediction or, if dspark_target_layer_ids is set, any of DSpark."""
     window_size: int = 128
-    """Positions of the sliding window, the query included."""
+    """Length of the sliding window in positions, the query's own included."""
     index_n_heads: int = 64
-    """Heads of the lightning indexer."""
+    """Number of heads of the lightning indexer."""
     index_head_dim: int = 128
     """Width of an indexer head; at least rope_head_dim."""
     index_topk: int = 512
-    """Compressed entries that a query of a CSA layer attends to."""
+    """Number of compressed entries that the indexer selects for a query."""
     route_scale: float = 1.5
-    """Factor of the normalised routing weights."""
+    """Multiplies the normalised routing weights."""
     swiglu_limit: float = 10.0
-    """Clamp of the SwiGLU: gate at most this, up within plus or minus this. 0 turns it off."""
+    """Clamp of the experts' SwiGLU: the gate to at most this, the other factor to plus or minus this. 0: none."""
     rope_theta: float = 10000.0
-    """RoPE base of layers with ratio 0."""
+    """RoPE base of layers without compression."""
     compress_rope_theta: float = 160000.0
-    """RoPE base of layers with ratio above 0."""
-    yarn: bool = True
-    """YaRN in layers with ratio above 0 (the released weights need it)."""
+    """RoPE base of layers with compression."""
     original_seq_len: int = 65536
-    """YaRN: context length before extension, in tokens."""
+    """YaRN: context length before the extension, in tokens."""
     rope_factor: float = 16.0
-    """YaRN: extension factor."""
+    """YaRN: factor by which the context is extended."""
     beta_fast: float = 32.0
-    """YaRN: rotations over the original context above which a frequency is kept."""
+    """YaRN: frequencies with more rotations than this over the original context are kept."""
     beta_slow: float = 1.0
-    """YaRN: rotations over the original context below which a frequency is divided by the factor."""
+    """YaRN: frequencies with fewer rotations than this over the original context are divided by rope_factor. Those in
+    between are interpolated."""
     hc_mult: int = 4
-    """Residual streams N of the hyper-connections."""
+    """Number of residual streams N of the hyper-connections."""
     hc_sinkhorn_iters: int = 20
-    """Sinkhorn-Knopp iterations of the stream mixing matrix."""
+    """Number of Sinkhorn-Knopp iterations that make the stream mixing matrix doubly stochastic."""
     hc_eps: float = 1e-6
     """Epsilon of the hyper-connections' gates and of Sinkhorn."""
     hc_single_pass: bool = False
-    """A sublayer's input mix is the one that the sublayer before computed (V4.1), not its own (V4)."""
+    """Take the mix for a sublayer's input from the sublayer before (V4.1), not from the sublayer itself (V4)."""
     query_norm: bool = True
-    """Every query head is RMS-normalised (V4)."""
+    """RMS-normalise every query head (V4)."""
     modality_bias: bool = False
-    """Image tokens have a balance bias of their own (V4.1)."""
+    """Give image tokens a balance bias of their own in the router (V4.1)."""
     gate_temp: float = 1.0
-    """Divisor of the router's logits."""
+    """Temperature of the router: divides its logits."""
     engram_layer_ids: tuple[int, ...] = ()
-    """Layers with an Engram memory before them."""
+    """Layers with an Engram memory before their attention."""
     engram_vocab_size: int = 16000000
-    """Each of an Engram's tables has the next unused prime from here on as its number of rows."""
+    """Engram: lower bound of the table sizes. Each table takes the next unused prime from here on as its row count."""
     engram_max_ngram_size: int = 4
-    """Longest n-gram that an Engram looks up; the shortest is 2."""
+    """Engram: length of the longest n-gram, in tokens. The shortest is 2."""
     engram_n_heads: int = 8
-    """Tables for each length of n-gram."""
+    """Engram: number of tables for each length of n-gram."""
     engram_head_dim: int = 256
-    """Width of a table's rows."""
+    """Engram: width of a table's rows."""
     engram_num_embeddings: tuple[int, ...] = ()
-    """Rows of all tables of each Engram, as a check; they follow from the keys above."""
+    """Engram: total rows of all tables of each Engram. They follow from the keys above; if given, they are checked."""
     engram_token_map: str = "identity"
-    """Which ids count as the same in an n-gram: `identity`, or a tokenizer.json whose tokens are
-    compared without case, accents and repeated spaces, or an .npy file of one number for each id."""
+    """Engram: which token ids count as the same in an n-gram. `identity`: none; a path to a tokenizer.json: tokens that
+    differ only in case, accents and repeated spaces; a path to an .npy file: ids with the same integer in it."""
     engram_compressed_vocab_size: int = 0
-    """Numbers that the token map gives; 0: vocab_size."""
+    """Engram: number of different ids after the token map. 0: vocab_size."""
     engram_pad_id: int = 2
-    """Token id that stands before a document's first token and for image tokens."""
+    """Engram: token id that n-grams have in place of image tokens and of positions before the document."""
     vision_n_layers: int = 0
-    """Layers of the vision tower; 0: no images."""
+    """Number of layers of the vision tower. 0: no images."""
     vision_dim: int = 1024
     """Width of the vision tower."""
     vision_n_heads: int = 16
-    """Its heads."""
+    """Number of attention heads of the vision tower."""
     vision_inter_dim: int = 2816
-    """Width of its SwiGLU."""
+    """Width of the vision tower's SwiGLU."""
     vision_patch_size: int = 14
-    """Pixels of a patch's side."""
+    """Side of an image patch, in pixels."""
     vision_downsample_ratio: int = 3
-    """Patches of the side of the square that becomes one token."""
+    """Side of the square of patches that becomes one token, in patches."""
     vision_rope_theta: float = 10000.0
     """RoPE base of the vision tower."""
     vision_max_n_token: int = 1024
-    """Positions that an image takes at most, delimiters included."""
+    """Maximum number of positions that an image takes in the sequence, delimiters included."""
     vision_min_pixels: int = 295936
-    """Smaller images are enlarged to this area."""
+    """Minimum area of an image, in pixels. Smaller images are enlarged to it."""
     vision_max_wh_ratio: float | None = None
-    """Wider images are squeezed to this ratio of width to height; None: never."""
+    """Maximum ratio of an image's width to its height. Wider images are squeezed to it. None: no limit."""
     image_token_id: int = 129264
-    """Token id of every image position."""
+    """Token id of every position of an image."""
     dspark_target_layer_ids: tuple[int, ...] = ()
-    """DSpark: layers whose input the draft blocks read. Empty: the draft block is multi-token prediction."""
+    """DSpark: layers whose input the draft blocks read. Empty: draft blocks are multi-token prediction."""
     dspark_block_size: int = 5
-    """DSpark: tokens drafted at a time."""
+    """DSpark: number of tokens drafted at a time."""
     dspark_noise_token_id: int = 128799
-    """DSpark: token id of the places to be drafted."""
+    """DSpark: token id of the positions to be drafted."""
     dspark_markov_rank: int = 256
-    """DSpark: width of the Markov head."""
+    """DSpark: rank of the Markov head, which adds the influence of the token before."""
     dspark_n_routed_experts: int = 128
-    """DSpark: routed experts of a draft block."""
+    """DSpark: number of routed experts in a draft block."""
     dspark_n_activated_experts: int = 3
-    """DSpark: routed experts that a token uses there."""
+    """DSpark: number of routed experts that a token uses in a draft block."""
     norm_eps: float = 1e-6
     """Epsilon of every RMSNorm."""
-    attention: Literal["dense", "warmup", "sparse"] = "sparse"
-    """Stage of the CSA layers: `dense` attends to every visible entry and leaves the indexer alone,
-    `warmup` does so and trains the indexer only, `sparse` attends to the indexer's top-k."""
-    recall: bool = False
-    """Layers with an indexer also tell how much of the attention to all entries its top-k covers, for
-    evaluation; unless attention is dense."""
     init_std: float = 0.02
-    """Standard deviation of the initial matrices."""
+    """Standard deviation of the initial matrices and tables."""
     hc_init_scale: float = 0.01
-    """Initial `hc_*_scale`: how far the hyper-connections depend on the token at the start."""
+    """Initial value of the `hc_*_scale`, which set how much the hyper-connections depend on the token."""
     hash_seed: int = 0
     """Seed of the hash-routing tables."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the large matrix products. auto: bfloat16 on accelerators, float32 on CPU."""
-    remat: Literal["save_block_outputs", "full", "none"] = "save_block_outputs"
-    """What each layer keeps for the backward pass. save_block_outputs: its input and its large products;
-    norms, hyper-connections and attention weights are computed again. full: its input alone. none: all."""
-    expert_matmul: Literal["auto", "blocked", "ragged"] = "auto"
-    """Grouped matrix product of the experts. auto: blocked on CPU, ragged_dot on accelerators."""
-    expert_exchange: Literal["auto", "gather", "ragged"] = "auto"
-    """How tokens reach experts on other devices of mesh.expert. gather: every device takes all tokens;
-    ragged: each token is sent to its experts. auto: ragged on accelerators if the axis has more devices
-    than a token has experts, or there are waves; else gather."""
-    expert_waves: int = 1
-    """Parts that a device's experts are exchanged and computed in, so that the two can overlap (ragged)."""
-    expert_gradients: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the experts' gradients are added up over mesh.data; bfloat16 rounds at random."""
-    attention_block: int = 128
-    """Queries that attention handles at a time."""
-    select: Literal["auto", "masked", "gathered"] = "auto"
-    """How a query reads its top-k entries: all entries under a mask, or its own gathered. auto: by cost."""
 
     def _check(self) -> None:
+        super()._check()
         self.need_positive(
             """vocab_size dim n_layers n_heads head_dim rope_head_dim q_lora_rank o_groups o_lora_rank
             moe_inter_dim n_routed_experts n_activated_experts window_size index_n_heads index_head_dim
-            index_topk hc_mult hc_sinkhorn_iters original_seq_len attention_block expert_waves rope_theta
+            index_topk hc_mult hc_sinkhorn_iters original_seq_len rope_theta
             compress_rope_theta rope_factor norm_eps hc_eps init_std route_scale"""
         )
         need = self.need
@@ -249,8 +226,6 @@ class ModelConfig(Section):
         fits = self.n_activated_experts <= self.n_routed_experts
         need("n_activated_experts", fits, f"must be at most n_routed_experts = {self.n_routed_experts}")
         need("expert_waves", self.n_routed_experts % self.expert_waves == 0, "must divide n_routed_experts")
-        only = "must be 1 with expert_exchange = 'gather', which has no waves"
-        need("expert_waves", self.expert_exchange != "gather" or self.expert_waves == 1, only)
         need("n_hash_layers", 0 <= self.n_hash_layers <= self.n_layers, f"must be 0 to n_layers = {self.n_layers}")
         dspark = bool(self.dspark_target_layer_ids)
         need("n_mtp_layers", dspark or self.n_mtp_layers in (0, 1), "must be 0 or 1")
@@ -288,7 +263,7 @@ class ModelConfig(Section):
             need("dspark_noise_token_id", 0 <= self.dspark_noise_token_id < self.vocab_size, "must be a token id")
 
     def _check_csa2(self) -> None:
-        """Every compressed layer needs entries of its ratio and a selection before it."""
+        """Check that every compressed layer has entries of its ratio, and a selection, at or before it."""
         kv, index, ratios = self.kv_source_layers, self.index_source_layers, self.compress_ratios
         if not kv:
             self.need("index_source_layers", not index, "needs kv_source_layers")
@@ -312,7 +287,7 @@ class ModelConfig(Section):
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        """One spec for each of the `n_layers` layers."""
+        """Return the spec of each of the `n_layers` layers."""
         return tuple(self._spec(i, ratio) for i, ratio in enumerate(self.compress_ratios[: self.n_layers]))
 
     def _spec(self, i: int, ratio: int) -> LayerSpec:
@@ -351,10 +326,10 @@ _FIXED: dict[str, Any] = {
 
 
 def model_config_from_official(fields: Mapping[str, Any]) -> ModelConfig:
-    """The model of an official `inference/config.json`, given as a dict.
+    """Make the configuration of an official `inference/config.json`, given as a dict.
 
-    Storage fields (`dtype`, `expert_dtype`, `scale_fmt`, ...) have no meaning here and are accepted;
-    fields with one possible value are checked; any other unknown field is refused.
+    Storage fields (`dtype`, `expert_dtype`, `scale_fmt`, ...) have no meaning here and are ignored. Fields with one
+    possible value are checked. Any other unknown field is refused.
 
     Raises:
         ConfigError: naming the unknown, missing or unusable field.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole model: embedding, scanned layers, collapse, head, multi-token prediction."""
+"""The whole model: embedding, scanned layers, collapse of the streams, head, multi-token prediction."""
 
 import dataclasses
 import functools
@@ -13,13 +13,15 @@ from jax.core import Tracer
 
 from dsv4_jax.mesh import QUICK_CPU, act_spec, emulated, ensure_mesh, on_cpu, row_spec
 from dsv4_jax.model import hyper
-from dsv4_jax.model.block import MTP, Block, Stack, Tokens, collapsed, stack
+from dsv4_jax.model.block import Block, Carry, Collected, LayerReport, Tokens, collapse_streams, start_carry
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.dspark import Anchors, DraftBlock, Drafts, drafts
 from dsv4_jax.model.engram import compute_engram_rows, make_token_map_buffer
 from dsv4_jax.model.images import embed_images, make_delimiters
+from dsv4_jax.model.inputs import Inputs
+from dsv4_jax.model.mtp import MTP
 from dsv4_jax.model.params import Params, recomputed, rms_norm, whole
-from dsv4_jax.model.plan import plan
+from dsv4_jax.model.scan_groups import ScanGroup, find_scan_groups
 from dsv4_jax.model.tables import Tables, make_tables
 from dsv4_jax.model.token_types import TEXT
 from dsv4_jax.model.vision import Aligner, Vision
@@ -28,28 +30,25 @@ from dsv4_jax.ops.documents import next_ids
 from dsv4_jax.ops.indexer import in_blocks
 from dsv4_jax.optim.roles import Role
 
-COLLECTABLE = ("streams", "pre_mix", "topk", "candidates", "router_scores", "features", "vision")
-_TOLD = ("experts", "load", "clamped", "balance", "indexer", "recall")  # what every layer tells, whatever is collected
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Features:
-    """What the layers make of a batch, before the head.
+class Hidden:
+    """Hidden states of a batch before the head, and the reports of its layers.
 
     Attributes:
-        h: normed features [B, S, D] that the head turns into the next token.
+        h: normed hidden states [B, S, D] that the head turns into the next token.
         mtp: the same for the token after the next, or None without an MTP block.
-        layers: what every layer tells (see `Block`), in order; the MTP block's comes last.
-        at: tables of the rows.
-        seen: what the vision tower and the aligner make of the images, by name; None without images.
+        layers: report of every layer, in order; the MTP block's comes last.
+        tables: integer and angle tables of the rows.
+        images: outputs of the vision tower and of the aligner, by name; None without images.
     """
 
     h: jax.Array
     mtp: jax.Array | None
-    layers: list[dict[str, jax.Array]]
-    at: Tables
-    seen: dict[str, jax.Array] | None = None
+    layers: list[LayerReport]
+    tables: Tables
+    images: dict[str, jax.Array] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +60,7 @@ class Output:
         logits: fp32 [B, S, V]; entry t predicts token t + 1.
         mtp_logits: fp32 [B, S, V], entry t predicts token t + 2; None without an MTP block.
         experts: int32 [B, S, k] of every layer.
-        collected: what `collect` named, a list over layers (None where a layer has none).
+        collected: the arrays that `collect` named, each a list over layers (None for a layer that has none).
     """
 
     logits: jax.Array
@@ -71,12 +70,13 @@ class Output:
 
 
 class DeepSeek(nnx.Module):
-    """A DeepSeek language model; a pytree of parameters under the official names."""
+    """A DeepSeek language model: a pytree of parameters under the official names."""
 
     def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.plan = plan(cfg.layer_specs)
+        self.scan_groups = find_scan_groups(cfg.layer_specs)
         with ensure_mesh():
+            # The order in which tensors are made decides their random keys.
             make = Params(rngs, cfg.init_std)
             vocab, dim = ("vocab", cfg.vocab_size), ("embed", cfg.dim)
             self.embed = make.table(vocab, dim)
@@ -84,15 +84,13 @@ class DeepSeek(nnx.Module):
             if cfg.vision_n_layers:
                 self.vision, self.aligner = Vision(cfg, make), Aligner(cfg, make)
                 self.image_start, self.image_newline, self.image_end = make_delimiters(cfg, make)
+            # A block for each position of a group's period, whose tensors are stacked over the repeats.
             self.groups = nnx.List([])
-            for group in self.plan:
+            for group in self.scan_groups:
                 stacked = Params(rngs, cfg.init_std, layers=group.repeats)
-                positions = range(group.period)
-                self.groups.append(
-                    nnx.List(
-                        [Block(cfg, stacked, cfg.layer_specs[group.start + j], group.layers(j)) for j in positions]
-                    )
-                )
+                specs = cfg.layer_specs[group.start : group.start + group.period]
+                self.groups.append(nnx.List([Block(cfg, stacked, s, group.layers(j)) for j, s in enumerate(specs)]))
+
             blocks = range(cfg.n_mtp_layers)
             dspark = bool(cfg.dspark_target_layer_ids)
             self.mtp = nnx.List([DraftBlock(cfg, make, i) if dspark else MTP(cfg, make) for i in blocks])
@@ -112,31 +110,28 @@ class DeepSeek(nnx.Module):
         forced_experts: Sequence[jax.Array | None] | None = None,
         collect: Sequence[str] = (),
     ) -> Output:
-        """Logits of token ids int [B, S].
+        """Compute the logits of token ids [B, S].
+
+        Outside `jax.jit` the pass is compiled as one program, which later calls on the same shapes reuse.
 
         Args:
-            ids: token ids.
-            segment_ids: int [B, S]; documents of packed rows are 1, 2, ... and padding is 0. One
-                document a row if absent.
-            token_types: int [B, S]: -1 text, and inside images 0 start, 1 image, 2 end of a line, 3 end.
-            patches: float [P, 3, p, p], all images' patches one after another in reading order.
-            image_grids: int [images, 4]: row, position of the start, rows and columns of patches; a line
-                without patch rows is padding.
-            engram_rows: int32 [B, S, Engrams, columns], rows of the Engrams' tables; from `ids` if absent.
-            forced_experts: for every layer int [B, S, k], laid out like `Output.experts`: replaces
-                the choice of learned layers, whose weights still come from the current scores. Hashed
-                layers may have None.
-            collect: names of what to return of every layer: `streams` [B, S, N, D] after it; `pre_mix`
-                [B, S, N], the input mix it hands on; `topk` [B, S, k], the entries its indexer selected
-                in order (-1: none); `candidates` bool [B, S, M], the pool it made; `router_scores`
-                [B, S, E]; `features` [B, S, D], what the draft blocks read of it. And `vision`: the
-                outputs of the tower [P, width] and of the aligner [image tokens, D].
+            ids: see `Inputs`, also for the arguments that follow.
+            segment_ids: documents of packed rows.
+            token_types: kinds of positions.
+            patches: patches of images.
+            image_grids: places of images.
+            engram_rows: rows of the Engrams' tables.
+            forced_experts: experts of every layer.
+            collect: names of arrays to return for every layer: those of `Collected`, but `topk` in ascending order
+                and `candidates` as bool [B, S, M], true for entries in the pool. And `vision`: the outputs of the
+                tower [P, width] and of the aligner [image tokens, D].
 
         Raises:
             ValueError: for an argument of the wrong shape or an unknown name in `collect`.
         """
-        if unknown := set(collect) - set(COLLECTABLE):
-            raise ValueError(f"cannot collect {sorted(unknown)}, expected names among {COLLECTABLE}")
+        known = (*Collected._fields, "vision")
+        if unknown := set(collect) - set(known):
+            raise ValueError(f"cannot collect {sorted(unknown)}, expected names among {known}")
         inputs = {
             "ids": ids,
             "segment_ids": segment_ids,
@@ -146,184 +141,143 @@ class DeepSeek(nnx.Module):
             "engram_rows": engram_rows,
         }
         arrays = {name: jnp.asarray(x) for name, x in inputs.items() if x is not None}
+        given = Inputs(**arrays, forced_experts=forced_experts)
         with ensure_mesh():
-            # Operation by operation the pass would compile hundreds of programs, anew in every call: make it one.
-            # Inside `jax.jit` even a constant is a tracer. Under `grad` outside it options are not allowed.
+            # Operation by operation the pass would compile hundreds of programs, anew in every call.
+            # Inside `jax.jit` (there even a constant is a tracer) the caller compiles. Under `grad` outside `jit`
+            # compiler options are not allowed.
             if isinstance(jnp.zeros(()), Tracer):
                 forward = _outputs
-            elif any(isinstance(x, Tracer) for x in jax.tree.leaves((self, arrays, forced_experts))) or not on_cpu():
+            elif any(isinstance(x, Tracer) for x in jax.tree.leaves((self, given))) or not on_cpu():
                 forward = _forward
             else:
                 forward = _forward_on_cpu
-            return forward(self, arrays, forced_experts, tuple(collect))
+            return forward(self, given, tuple(collect))
 
-    def _output(self, out: Features, collect: Sequence[str]) -> Output:
-        """Apply the head to the features of a pass."""
+    def _output(self, out: Hidden, collect: Sequence[str]) -> Output:
+        """Apply the head to the hidden states of a pass."""
         layers = out.layers[: self.cfg.n_layers]
         return Output(
             logits=head_logits(out.h, whole(self.head)),
             mtp_logits=None if out.mtp is None else head_logits(out.mtp, whole(self.head)),
-            experts=[told["experts"] for told in layers],
+            experts=[report.experts for report in layers],
             collected={name: self._collected(name, out) for name in collect},
         )
 
-    def features(
-        self,
-        ids: jax.Array,
-        segment_ids: jax.Array | None = None,
-        *,
-        following: jax.Array | None = None,
-        token_types: jax.Array | None = None,
-        patches: jax.Array | None = None,
-        image_grids: jax.Array | None = None,
-        engram_rows: jax.Array | None = None,
-        replay_starts: jax.Array | None = None,
-        forced_experts: Sequence[jax.Array | None] | None = None,
-        collect: Sequence[str] = (),
-        with_mtp: bool = True,
-    ) -> Features:
-        """Features for the head, and what the layers tell.
+    def hidden(self, inputs: Inputs, *, collect: Sequence[str] = (), with_mtp: bool = True) -> Hidden:
+        """Run the layers; return the hidden states for the head, and the report of every layer.
 
         Args:
-            following: int [B, S], the token after each one, which the MTP block reads. If absent it
-                is taken from `ids` inside each document (after the last comes the first).
-            replay_starts: int [B, S], the row position at which the decoder begins for a token's document:
-                the windows of decoder layers see nothing before it (bounded replay, V4.1 section 3.2.2).
-                Without it they see the whole document.
+            inputs: the arrays to read.
+            collect: as for a call.
             with_mtp: run the MTP block, if there is one.
-            others: as for a call.
+
+        Raises:
+            ValueError: for inputs of the wrong shape.
         """
-        cfg = self.cfg
-        ids, segment_ids, forced_experts = self._checked(ids, segment_ids, forced_experts)
-        token_types, engram_rows = self._checked_inputs(ids, token_types, patches, image_grids, engram_rows)
-        if replay_starts is not None:
-            replay_starts = jax.reshard(jnp.asarray(replay_starts), row_spec(2))
-        at = make_tables(cfg, jax.reshard(segment_ids, row_spec(2)), replay_starts)
+        cfg, dtype = self.cfg, self.cfg.dtype
+        inputs = inputs.checked(cfg)
+        ids, segment_ids, engram_rows = inputs.ids, inputs.segment_ids, inputs.engram_rows
+        assert segment_ids is not None  # filled in by the check
+        tables = make_tables(cfg, jax.reshard(segment_ids, row_spec(2)), inputs.replay_starts)
+
+        # The MTP block reads the next token, which comes from the right neighbour at a chunk's end.
         mtp_blocks = list(self.mtp) if with_mtp and not cfg.dspark_target_layer_ids else []
+        following = inputs.following
         if following is None and mtp_blocks:
             shift = jax.shard_map(next_ids, in_specs=row_spec(2), out_specs=row_spec(2))
-            following = jax.reshard(shift(jax.reshard(ids, row_spec(2)), at.docs), act_spec(2))
-        dtype = _dtype(cfg)
-        e, seen = self._embed(ids, dtype), None
-        image = None if token_types is None else token_types != TEXT
-        if patches is not None and image_grids is not None:
-            e, seen = embed_images(self, e, token_types, patches, image_grids, cfg, dtype)
+            following = jax.reshard(shift(jax.reshard(ids, row_spec(2)), tables.docs), act_spec(2))
+
+        # Embeddings [B, S, D]; at image positions the aligner's vectors take their place.
+        e, images = self._embed(ids, dtype), None
+        image = None if inputs.token_types is None else inputs.token_types != TEXT
+        if inputs.patches is not None:
+            assert inputs.token_types is not None and inputs.image_grids is not None  # checked
+            e, images = embed_images(self, e, inputs.token_types, inputs.patches, inputs.image_grids, cfg, dtype)
+
+        # Rows of the Engrams' tables, which depend on ids alone: once for all layers.
         real = segment_ids > 0
         if cfg.engram_layer_ids and engram_rows is None:
-            engram_rows = compute_engram_rows(
-                cfg, self.token_map, ids, real if image is None else real & ~image, at.docs
-            )
-        tokens = Tokens(ids, at, real, image, engram_rows)
-        down = stack(cfg, e, dtype)
-        kept = {*_TOLD, *collect} | ({"entering"} if "features" in collect else set())
+            text = real if image is None else real & ~image
+            engram_rows = compute_engram_rows(cfg, self.token_map, ids, text, tables.docs)
 
-        def layer(block: Block, down: Stack, forced: jax.Array | None):
-            down, told = block(down, tokens, dtype, forced)
-            return down, {name: x for name, x in (told | {"streams": down.x_BSND}).items() if name in kept}
+        # All layers, on N streams [B, S, N, D].
+        tokens = Tokens(ids, tables, real, image, engram_rows)
+        carry, layers = self._run_layers(start_carry(cfg, e, dtype), tokens, inputs.forced_experts, collect)
 
-        layers: list[Any] = [None] * cfg.n_layers
-        for group, blocks in zip(self.plan, self.groups, strict=True):
-            down, told = _scan(layer, cfg, down, list(blocks), _forced(forced_experts, group))
-            for j in range(group.period):
-                for r, i in enumerate(group.layers(j)):
-                    layers[i] = jax.tree.map(lambda a, r=r: a[r], told[j])
         mtp = None
         for block in mtp_blocks:
             assert following is not None  # made above
             predict = recomputed(functools.partial(MTP.predict, dtype=dtype), cfg.remat)
-            mtp, told = predict(block, down.x_BSND, self._embed(following, dtype), tokens)
-            layers.append(told)
-        return Features(rms_norm(collapsed(self, down), cfg.norm_eps, self.norm), mtp, layers, at, seen)
+            mtp, report = predict(block, carry.x_BSND, self._embed(following, dtype), tokens)
+            layers.append(report)
+        return Hidden(rms_norm(collapse_streams(self, carry), cfg.norm_eps, self.norm), mtp, layers, tables, images)
 
-    def drafts(self, out: Features, anchors: Anchors) -> Drafts:
-        """The drafts of all anchors [B, A] after a pass that collected `features`.
+    def _run_layers(
+        self, carry: Carry, tokens: Tokens, forced: Sequence[jax.Array | None] | None, collect: Sequence[str]
+    ) -> tuple[Carry, list[LayerReport]]:
+        """Scan the groups of layers: the carry after the last one, and every layer's report, in order."""
+
+        def run(block: Block, carry: Carry, forced_BSk: jax.Array | None) -> tuple[Carry, LayerReport]:
+            carry, report = block(carry, tokens, self.cfg.dtype, forced_BSk)
+            return carry, report._replace(collected=report.collected.only(collect))
+
+        layers: list[Any] = [None] * self.cfg.n_layers
+        for group, blocks in zip(self.scan_groups, self.groups, strict=True):
+            carry, reports = _scan(run, self.cfg, carry, list(blocks), _stack_forced(forced, group))
+            # The scan has stacked the reports of each position of the period over its repeats.
+            for j in range(group.period):
+                for r, i in enumerate(group.layers(j)):
+                    layers[i] = jax.tree.map(lambda a, r=r: a[r], reports[j])
+        return carry, layers
+
+    def drafts(self, out: Hidden, anchors: Anchors) -> Drafts:
+        """Run the draft blocks from all anchors [B, A], after a pass `out` that collected `features`.
 
         Raises:
-            ValueError: if it did not, or the model has no draft blocks.
+            ValueError: if `out` has no features, or the model no draft blocks.
         """
         cfg = self.cfg
-        if not cfg.dspark_target_layer_ids or "entering" not in out.layers[0]:
+        features = [x for i in cfg.dspark_target_layer_ids if (x := out.layers[i].collected.features) is not None]
+        if not features:
             raise ValueError("drafts need model.dspark_target_layer_ids and a pass with collect = ['features']")
-        read = jnp.concatenate([out.layers[i]["entering"] for i in cfg.dspark_target_layer_ids], axis=-1)
+        read = jnp.concatenate(features, axis=-1)
         anchors = jax.tree.map(lambda x: jax.reshard(jnp.asarray(x), act_spec(2)), anchors)
-        return drafts(self, read, anchors, out.at, lambda ids: self._embed(ids, _dtype(cfg)), _dtype(cfg))
+        return drafts(self, read, anchors, out.tables, lambda ids: self._embed(ids, cfg.dtype), cfg.dtype)
 
-    def _collected(self, name: str, out: Features) -> list[jax.Array | None]:
-        """What the layers tell under a collectable name."""
+    def _collected(self, name: str, out: Hidden) -> list[jax.Array | None]:
+        """Take what `collect` named from the reports of the layers, in the form of `Output.collected`."""
         cfg = self.cfg
         if name == "vision":
-            return list((out.seen or {}).values())
-        layers = out.layers[: cfg.n_layers]
+            return list((out.images or {}).values())
+        values = [getattr(report.collected, name) for report in out.layers[: cfg.n_layers]]
         if name == "features":
-            return [told["entering"] if i in cfg.dspark_target_layer_ids else None for i, told in enumerate(layers)]
-        found = [told.get(name) for told in layers]
+            return [x if i in cfg.dspark_target_layer_ids else None for i, x in enumerate(values)]
         if name == "topk":
             none = jnp.iinfo(jnp.int32).max  # sorts to the end
             ordered = lambda topk: jnp.sort(jnp.where(topk < 0, none, topk))
-            found = [None if x is None else jnp.where(ordered(x) == none, -1, ordered(x)) for x in found]
+            return [None if x is None else jnp.where(ordered(x) == none, -1, ordered(x)) for x in values]
         if name == "candidates":
             M = [0 if ratio == 0 else out.h.shape[1] // ratio for ratio in cfg.compress_ratios]
-            found = [None if x is None else in_blocks(x, M[i], cfg.candidate_block_size) for i, x in enumerate(found)]
-        return found
+            return [None if x is None else in_blocks(x, M[i], cfg.candidate_block_size) for i, x in enumerate(values)]
+        return values
 
     def layers_of(self, path: tuple[Any, ...]) -> range:
-        """Numbers of the layers that the variable at `path` belongs to: several if they are stacked.
+        """Return the numbers of the layers that the variable at `path` belongs to: several if they are stacked.
 
-        The MTP block's number follows the last layer's. Empty for what is in no layer.
+        Draft blocks are numbered after the last layer. The range is empty for a variable outside the layers.
         """
         if path[0] == "groups":
-            return self.plan[path[1]].layers(path[2])
+            return self.scan_groups[path[1]].layers(path[2])
         first = self.cfg.n_layers + path[1] if path[0] == "mtp" else 0
         return range(first, first + (path[0] == "mtp"))
 
     def _embed(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
         return whole(self.embed).at[ids].get(out_sharding=act_spec(3)).astype(dtype)
 
-    def _checked(self, ids, segment_ids, forced):
-        cfg = self.cfg
-        ids = jnp.asarray(ids)
-        if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ValueError(f"ids must be integers [B, S], found {ids.dtype}{list(ids.shape)}")
-        segment_ids = jnp.ones_like(ids) if segment_ids is None else jnp.asarray(segment_ids)
-        if segment_ids.shape != ids.shape:
-            raise ValueError(f"segment_ids must be {list(ids.shape)} like ids, found {list(segment_ids.shape)}")
-        if forced is not None:
-            forced = [f if f is None else jax.reshard(jnp.asarray(f), act_spec(3)) for f in forced]
-            shapes, want = {f.shape for f in forced if f is not None}, (*ids.shape, cfg.n_activated_experts)
-            learned = len(forced) == cfg.n_layers and all(
-                f is not None or spec.hashed for f, spec in zip(forced, cfg.layer_specs, strict=True)
-            )
-            if not learned or shapes - {want}:
-                raise ValueError(
-                    f"forced_experts must be {cfg.n_layers} arrays {list(want)}, or None for hashed layers; found "
-                    f"{len(forced)} of shapes {sorted(shapes)}"
-                )
-        return jax.reshard(ids, act_spec(2)), jax.reshard(segment_ids, act_spec(2)), forced
-
-    def _checked_inputs(self, ids, token_types, patches, image_grids, engram_rows):
-        cfg = self.cfg
-        if (patches is None) != (image_grids is None):
-            raise ValueError("patches and image_grids belong together: one of them is missing")
-        if patches is not None and token_types is None:
-            raise ValueError("patches need token_types [B, S], which say where the images lie")
-        if token_types is not None:
-            token_types = jnp.asarray(token_types)
-            if token_types.shape != ids.shape:
-                raise ValueError(f"token_types must be {list(ids.shape)} like ids, found {list(token_types.shape)}")
-            token_types = jax.reshard(token_types, act_spec(2))
-        if engram_rows is not None:
-            engram_rows, columns = jnp.asarray(engram_rows), (cfg.engram_max_ngram_size - 1) * cfg.engram_n_heads
-            want = (*ids.shape, len(cfg.engram_layer_ids), columns)
-            if engram_rows.shape != want or not jnp.issubdtype(engram_rows.dtype, jnp.integer):
-                raise ValueError(
-                    f"engram_rows must be integers {list(want)}, found {engram_rows.dtype}{list(engram_rows.shape)}"
-                )
-            engram_rows = jax.reshard(engram_rows, act_spec(4))
-        return token_types, engram_rows
-
 
 def structure(cfg: ModelConfig) -> DeepSeek:
-    """A model's structure, without arrays; traced once for each configuration and mesh."""
+    """Make a model without arrays: its structure, shapes and shardings. Traced once for each configuration and mesh."""
     return _made.eval_shape(cfg)
 
 
@@ -332,46 +286,40 @@ def _made(cfg: ModelConfig) -> DeepSeek:
     return DeepSeek(cfg, rngs=nnx.Rngs(0))
 
 
-def _outputs(
-    model: DeepSeek, inputs: dict[str, Any], forced: Sequence[jax.Array | None] | None, collect: tuple[str, ...]
-) -> Output:
+def _outputs(model: DeepSeek, inputs: Inputs, collect: tuple[str, ...]) -> Output:
     """Compute `model(...)` from its arguments."""
-    return model._output(model.features(**inputs, forced_experts=forced, collect=collect), collect)
+    return model._output(model.hidden(inputs, collect=collect), collect)
 
 
-_forward = jax.jit(_outputs, static_argnums=3)
-_forward_on_cpu = jax.jit(_outputs, static_argnums=3, compiler_options=QUICK_CPU)
+_forward = jax.jit(_outputs, static_argnums=2)
+_forward_on_cpu = jax.jit(_outputs, static_argnums=2, compiler_options=QUICK_CPU)
 
 
-def _dtype(cfg: ModelConfig) -> jnp.dtype:
-    """The compute type; `auto` is float32 on CPU and bfloat16 elsewhere."""
-    name = cfg.compute_dtype
-    if name == "auto":
-        name = "float32" if on_cpu() else "bfloat16"
-    return jnp.dtype(name)
-
-
-def _forced(forced, group) -> list[jax.Array | None]:
-    """Forced experts of a group, stacked for the scan, one array per position of its period; None if hashed."""
+def _stack_forced(forced: Sequence[jax.Array | None] | None, group: ScanGroup) -> list[jax.Array | None]:
+    """Stack the forced experts of a group for its scan: one array a position of the period, None if hashed."""
     if forced is None:
         return [None] * group.period
-    chosen = [[forced[i] for i in group.layers(j)] for j in range(group.period)]
-    return [None if any(f is None for f in layers) else jnp.stack(layers) for layers in chosen]
+    stacked: list[jax.Array | None] = []
+    for j in range(group.period):
+        given = [f for i in group.layers(j) if (f := forced[i]) is not None]
+        stacked.append(jnp.stack(given) if len(given) == group.repeats else None)
+    return stacked
 
 
-def _scan(layer, cfg: ModelConfig, down: Stack, blocks: list[Block], forced: list[jax.Array | None]):
-    """Runs a group: a scan over its repeats, whose body runs the layers of the period in order.
+def _scan(run, cfg: ModelConfig, carry: Carry, blocks: list[Block], forced: list[jax.Array | None]):
+    """Run a group: a scan over its repeats, whose body runs the layers of the period in order.
 
-    What needs no layer, such as Engram's lookups, may run beside that loop, which emulated devices do not bear.
+    On emulated devices the scan is unrolled if there are Engrams or images: their collectives need no layer, so
+    XLA's CPU runtime could run them beside the loop, and deadlock (see `mesh.emulated`).
     """
-    layer = recomputed(layer, cfg.remat)
+    run = recomputed(run, cfg.remat)
     unroll = emulated() and bool(cfg.engram_layer_ids or cfg.vision_n_layers)
 
-    def body(down, xs):
-        told = []
+    def body(carry, xs):
+        reports = []
         for block, forced_BSk in zip(*xs, strict=True):
-            down, t = layer(block, down, forced_BSk)
-            told.append(t)
-        return down, told
+            carry, report = run(block, carry, forced_BSk)
+            reports.append(report)
+        return carry, reports
 
-    return jax.lax.scan(body, down, (blocks, forced), unroll=unroll)
+    return jax.lax.scan(body, carry, (blocks, forced), unroll=unroll)

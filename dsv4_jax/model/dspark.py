@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DSpark: blocks that draft several tokens at a time from what the backbone's last layers read (V4.1 section 2.4.3).
+"""Draft several tokens at a time with DSpark, from the inputs of the backbone's target layers (V4.1 section 2.4.3).
 
-A draft belongs to an anchor, a token up to which the text is known. Its n slots start as the anchor and
-n - 1 times noise; slot k predicts the token k + 1 places after the anchor. Letters: B rows, S positions,
-A anchors of a row, n slots, W context positions, F = features of all target layers, R Markov width.
+A draft belongs to an anchor, a token up to which the text is known. Its n slots start as the anchor and n - 1 noise
+tokens. Slot k predicts the token k + 1 positions after the anchor. Letters: B rows, S positions, A anchors of a row,
+n slots, s = A n slots of a row, W context positions, F = features of all target layers, R Markov rank.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from flax import nnx
 
 from dsv4_jax.mesh import BATCH, act_spec, row_spec
 from dsv4_jax.model import hyper
-from dsv4_jax.model.block import Block, Stack, Tokens, collapsed, stack
+from dsv4_jax.model.block import Block, Carry, Tokens, collapse_streams, start_carry
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.params import Params, linear, recomputed, rms_norm, whole
 from dsv4_jax.model.rope import frequencies, rotate, rotation
@@ -27,12 +27,12 @@ from dsv4_jax.optim.roles import Role
 
 
 class Anchors(NamedTuple):
-    """Where drafts begin, [B, A] each.
+    """Tokens that drafts start from, [B, A] each.
 
     Attributes:
         token_BA: ids of the anchors.
-        position_BA: their positions in the row; -1 for none.
-        first_BA: row position of the first token of their document.
+        position_BA: row positions of the anchors; -1 for none.
+        first_BA: row position of the first token of each anchor's document.
     """
 
     token_BA: jax.Array
@@ -41,7 +41,7 @@ class Anchors(NamedTuple):
 
 
 class MarkovHead(nnx.Module):
-    """What the token before adds to the logits: a matrix of rank R."""
+    """Add to the logits by the token before: a V x V matrix of rank R."""
 
     def __init__(self, cfg: ModelConfig, make: Params):
         vocab, rank = ("vocab", cfg.vocab_size), ("lora", cfg.dspark_markov_rank)
@@ -50,7 +50,7 @@ class MarkovHead(nnx.Module):
 
 
 class ConfidenceHead(nnx.Module):
-    """Logit of the probability that a drafted token is accepted if those before it are."""
+    """Predict the logit of the probability that a drafted token is accepted, given that those before it are."""
 
     def __init__(self, cfg: ModelConfig, make: Params):
         width = cfg.dim + cfg.dspark_markov_rank
@@ -58,7 +58,7 @@ class ConfidenceHead(nnx.Module):
 
 
 class DraftBlock(Block):
-    """A block of the drafter: its slots attend to the features before their anchor and to each other."""
+    """A block of the drafter. Its slots attend to the features before their anchor and to the slots of their draft."""
 
     def __init__(self, cfg: ModelConfig, make: Params, number: int):
         experts = cfg.dspark_n_routed_experts, cfg.dspark_n_activated_experts
@@ -76,23 +76,25 @@ class DraftBlock(Block):
                 self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.make_head(make, cfg)
 
     def draft(
-        self, down: Stack, memory_BSD: jax.Array, anchors: Anchors, tokens: Tokens, dtype: jnp.dtype
-    ) -> tuple[Stack, dict[str, Any]]:
-        """The slots' streams [B, A n, N, D] after the block, and its experts' loads."""
-        cfg, at = self.cfg, tokens.at
+        self, carry: Carry, memory_BSD: jax.Array, anchors: Anchors, tokens: Tokens, dtype: jnp.dtype
+    ) -> tuple[Carry, jax.Array]:
+        """Run the block on the slots: the carry of their streams [B, A n, N, D] after it, and its experts' loads."""
+        cfg = self.cfg
+        # Slots make the queries and their own keys; the keys of the context come from the backbone, whole rows.
         with jax.named_scope("attention"):
-            mix = hyper.compute_mix(down.x_BSND, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, cfg)
-            pre = mix.pre_BSN if down.pre_BSN is None else down.pre_BSN
-            u = rms_norm(hyper.collapse(down.x_BSND, pre), cfg.norm_eps, self.attn_norm)
+            mix = hyper.compute_mix(carry.x_BSND, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, cfg)
+            pre = mix.pre_BSN if carry.pre_BSN is None else carry.pre_BSN
+            u = rms_norm(hyper.collapse(carry.x_BSND, pre), cfg.norm_eps, self.attn_norm)
             q, _ = self.attn.queries(u, dtype)
             own, context = self.attn.keys(u, dtype), jax.reshard(self.attn.keys(memory_BSD, dtype), row_spec(3))
+            # Each device of `context` attends for its own anchors.
             slots, rows = jax.P(BATCH, "context"), jax.P(BATCH)
             core = functools.partial(_core, cfg)
             core = jax.shard_map(core, in_specs=(slots, slots, slots, rows, rows, jax.P()), out_specs=slots)
-            o = core(q, own, anchors, context, at, whole(self.attn.attn_sink))
-            down = down._replace(x_BSND=hyper.expand(self.attn.output(o, dtype), down.x_BSND, mix))
-        down, routing, _ = self.feed_forward(down, mix, tokens, None, dtype)
-        return down, {"load": self.load(routing, tokens)}
+            o = core(q, own, anchors, context, tokens.tables, whole(self.attn.attn_sink))
+            carry = carry._replace(x_BSND=hyper.expand(self.attn.output(o, dtype), carry.x_BSND, mix))
+        carry, routing, _ = self.feed_forward(carry, mix, tokens, None, dtype)
+        return carry, self.load(routing, tokens)
 
 
 def _core(
@@ -101,22 +103,24 @@ def _core(
     own_BsK: jax.Array,
     anchors: Anchors,
     context_BSK: jax.Array,
-    at: Tables,
+    tables: Tables,
     sink_H: jax.Array,
 ) -> jax.Array:
-    """Attention of one device's drafts, s = A n slots, to their context and to the slots of the same draft."""
+    """Attend from one device's slots to their context and to the slots of the same draft: [B, s, H, K]."""
     (B, A), n, W = anchors.position_BA.shape, cfg.dspark_block_size, cfg.window_size
     S, K = context_BSK.shape[1], cfg.head_dim
-    # The position of an anchor in its document; it may come just after the row's last token.
+    # Slots rotate by their position in the document. The anchor may come just after the row's last token.
     place_BAn = (anchors.position_BA - anchors.first_BA)[..., None] + jnp.arange(n)
     angles = rotation(frequencies(cfg, compressed=False), place_BAn)
     heads = jax.tree.map(lambda a: a[:, :, :, None], angles)
     q_BAnHK = rotate(q_BsHK.reshape(B, A, n, cfg.n_heads, K), heads)
     own_BAnK = rotate(own_BsK.reshape(B, A, n, K), angles)
+    # The context: the W positions before the anchor, as far as they are in its document.
     seen_BAW = anchors.position_BA[..., None] - W + jnp.arange(W)
     allowed_BAW = seen_BAW >= jnp.maximum(anchors.first_BA, 0)[..., None]
-    rotated_BSK = rotate(context_BSK, at.rotations[False])
+    rotated_BSK = rotate(context_BSK, tables.rotations[False])
     context_BAWK = jax.vmap(lambda x, i: x[i])(rotated_BSK, jnp.clip(seen_BAW, 0, S - 1))
+    # One softmax over context [B, A H, n, W] and slots [B, A H, n, n].
     logit = lambda keys: jnp.einsum("banhk,bauk->bahnu", q_BAnHK, keys, preferred_element_type=jnp.float32) * K**-0.5
     far = jnp.where(allowed_BAW[:, :, None, None], logit(context_BAWK), -jnp.inf)
     near = logit(own_BAnK)
@@ -128,12 +132,12 @@ def _core(
 
 
 class Drafts(NamedTuple):
-    """What the drafter makes of every slot.
+    """Outputs of the drafter for every slot.
 
     Attributes:
-        u_BAnD: collapsed streams before the last norm, which the confidence reads.
-        h_BAnD: the same after the norm, for the head.
-        loads: of every block, as `Block.load` gives them.
+        u_BAnD: collapsed streams before the last norm, which the confidence head reads.
+        h_BAnD: the same after the norm, for the LM head.
+        loads: tokens of every expert of each block (see `Block.load`).
     """
 
     u_BAnD: jax.Array
@@ -141,51 +145,54 @@ class Drafts(NamedTuple):
     loads: list[jax.Array]
 
 
-def drafts(model: Any, features_BSF: jax.Array, anchors: Anchors, at: Tables, embed: Any, dtype: jnp.dtype) -> Drafts:
-    """The drafts of all anchors, side by side.
+def drafts(
+    model: Any, features_BSF: jax.Array, anchors: Anchors, tables: Tables, embed: Any, dtype: jnp.dtype
+) -> Drafts:
+    """Run the draft blocks for all anchors at once.
 
     Args:
-        model: the model, whose `mtp` are the blocks.
-        features_BSF: what the target layers read, side by side.
-        anchors: where drafts begin; as many along each device of `context`.
-        at: tables of the rows.
-        embed: embeddings of ids [B, A n].
-        dtype: of the large products.
+        model: the model; the blocks are its `mtp`.
+        features_BSF: inputs of the target layers, concatenated.
+        anchors: tokens to start from; the devices of `context` must divide A.
+        tables: integer and angle tables of the rows.
+        embed: function that embeds ids [B, A n].
+        dtype: type of the large products.
     """
     cfg, blocks = model.cfg, list(model.mtp)
     B, A = anchors.position_BA.shape
     n = cfg.dspark_block_size
     memory_BSD = rms_norm(linear(features_BSF, blocks[0].main_proj, dtype), cfg.norm_eps, blocks[0].main_norm)
+    # The slots as tokens [B, A n]: the anchor, then noise; padding where there is no anchor.
     first = jnp.arange(n) == 0
     ids_BAn = jnp.where(first, anchors.token_BA[..., None], cfg.dspark_noise_token_id)
     real_BAn = jnp.broadcast_to((anchors.position_BA >= 0)[..., None], (B, A, n))
     flat = lambda x: jnp.reshape(x, (B, A * n), out_sharding=act_spec(2))
-    tokens = Tokens(flat(ids_BAn), at, flat(real_BAn))
-    down, loads = stack(cfg, embed(tokens.ids_BS), dtype), []
+    tokens = Tokens(flat(ids_BAn), tables, flat(real_BAn))
+    carry, loads = start_carry(cfg, embed(tokens.ids_BS), dtype), []
     for block in blocks:
         run = recomputed(functools.partial(DraftBlock.draft, dtype=dtype), cfg.remat)
-        down, told = run(block, down, memory_BSD, anchors, tokens)
-        loads.append(told["load"])
+        carry, load = run(block, carry, memory_BSD, anchors, tokens)
+        loads.append(load)
     last = blocks[-1]
-    u = collapsed(last, down)
+    u = collapse_streams(last, carry)
     split = lambda x: jnp.reshape(x, (B, A, n, cfg.dim), out_sharding=act_spec(4))
     return Drafts(split(u), split(rms_norm(u, cfg.norm_eps, last.norm)), loads)
 
 
 def slot_logits(model: Any, h: jax.Array, before: jax.Array) -> jax.Array:
-    """Logits fp32 [..., V] of slots with features h [..., D], after the tokens `before` [...]."""
+    """Compute the logits fp32 [..., V] of slots with normed states h [..., D], after the tokens `before` [...]."""
     markov = model.mtp[-1].markov_head
     return head_logits(h, whole(model.head)) + head_logits(_before(model, before), whole(markov.head))
 
 
 def confidence(model: Any, u: jax.Array, before: jax.Array) -> jax.Array:
-    """Logits [...] of acceptance of slots with streams u [..., D], after the tokens `before` [...]."""
+    """Compute the logits [...] of acceptance of slots with streams u [..., D], after the tokens `before` [...]."""
     x = jnp.concatenate([u.astype(jnp.float32), _before(model, before)], axis=-1)
     return head_logits(x, whole(model.mtp[-1].confidence_head.proj))[..., 0]
 
 
 def _before(model: Any, before: jax.Array) -> jax.Array:
-    """Markov embeddings [..., R] of tokens [B, A, ...]."""
+    """Look up the Markov embeddings [..., R] of tokens [B, A, ...]."""
     table = whole(model.mtp[-1].markov_head.embed)
     return table.at[before].get(out_sharding=act_spec(before.ndim + 1))
 
@@ -195,8 +202,8 @@ class Proposal(NamedTuple):
 
     Attributes:
         token_BAn: ids.
-        logits_BAnV: fp32 logits that they were drawn from.
-        confidence_BAn: logits of their acceptance if those before are accepted.
+        logits_BAnV: fp32 logits that the tokens were drawn from.
+        confidence_BAn: logits of the probability that each is accepted, given that those before are.
     """
 
     token_BAn: jax.Array
@@ -207,7 +214,15 @@ class Proposal(NamedTuple):
 def propose(
     model: Any, made: Drafts, anchors: Anchors, key: jax.Array | None = None, temperature: Any = 0.0
 ) -> Proposal:
-    """Draws the slots' tokens one after another, each given the one before; without a key the likeliest ones."""
+    """Draw the tokens of the slots one after another, each given the one before; without a key the likeliest.
+
+    Args:
+        model: the model.
+        made: outputs of the drafter.
+        anchors: tokens that the drafts start from.
+        key: random key; None takes the likeliest tokens.
+        temperature: factor of the noise added to the logits (Gumbel), with a key.
+    """
 
     def slot(before_BA: jax.Array, xs: tuple[jax.Array, ...]):
         h_BAD, u_BAD, k = xs
@@ -220,5 +235,5 @@ def propose(
         return token_BA, Proposal(token_BA, logits_BAV, confidence(model, u_BAD, before_BA))
 
     slots = (jnp.moveaxis(x, 2, 0) for x in (made.h_BAnD, made.u_BAnD))
-    _, found = jax.lax.scan(slot, anchors.token_BA, (*slots, jnp.arange(made.h_BAnD.shape[2])))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), found)
+    _, proposals = jax.lax.scan(slot, anchors.token_BA, (*slots, jnp.arange(made.h_BAnD.shape[2])))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), proposals)

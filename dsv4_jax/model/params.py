@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How parameters are declared: shape, logical axes, initial value and official name, in one place.
+"""Declare parameters: shape, logical axes, initial value, official name and role, in one place.
 
-Every module takes a `Params` and asks it for its tensors. What is declared here decides the sharding
-(`mesh.RULES`), the map to the official checkpoint (`official.py`) and the rule by which the optimizer
-moves the tensor (its `optim.Role`).
+Every module takes a `Params` and makes its tensors with it. The declaration decides the sharding (`mesh.RULES`), the
+map to the official checkpoint (`weights/names.py`) and the rule by which the optimizer updates the tensor (its
+`optim.Role`).
 
 | declared as | shape | initial value | official tensor | role |
 |---|---|---|---|---|
-| `kernel` | [..., in, out] | N(0, init_std) | transposed | matrix in the last two axes, unless told otherwise |
+| `kernel` | [..., in, out] | N(0, init_std) | transposed | matrix in the last two axes, unless given |
 | `table`  | [vocab, D] | N(0, init_std) | as it is, without spare rows | table |
 | `ones`   | [n] | 1 (norm weights) | as it is | norm |
 | `vector` | any | N(0, init_std) (learned embeddings) | as it is | vector |
@@ -28,11 +28,11 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.mesh import param_spec
 from dsv4_jax.optim.roles import Role
 
-WEIGHT = ".weight"  # the official name of a linear layer's or a norm's only tensor
+WEIGHT = ".weight"  # ends the official name of the only tensor of a linear layer or a norm
 
 
 class RouterBias(nnx.Variable):
-    """Balance bias of a router: moved by its own rule, never by the optimizer."""
+    """Balance bias of a router: updated by its own rule, never by the optimizer."""
 
 
 class HashTable(nnx.Variable):
@@ -40,14 +40,18 @@ class HashTable(nnx.Variable):
 
 
 class TokenMap(nnx.Variable):
-    """Number of every token id in n-grams: int32, saved, never trained, in no official checkpoint."""
+    """Number of every token id in n-grams (`token_map.py`): int32, saved, never trained, in no official checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """Makes the parameters of modules that are stacked `layers` times for a scan (0: not stacked).
+    """Make the parameters of modules.
 
-    `part` goes into all their roles.
+    Attributes:
+        rngs: random keys of the initial values.
+        std: standard deviation of initial matrices and tables.
+        layers: number of equal layers that are stacked for a scan, in a first axis `layers`; 0 for no such axis.
+        part: part of the model (`Role.part`) that all roles get.
     """
 
     rngs: nnx.Rngs
@@ -56,27 +60,27 @@ class Params:
     part: str = ""
 
     def kernel(self, *axes: tuple[str, int], suffix: str = WEIGHT, role: Role = Role("matrix")) -> nnx.Param:
-        """A stack of matrices, axes given as (name, size) with input and output last."""
+        """Make a stack of matrices from axes (name, size), of which the last two are input and output."""
         return self._normal(axes, suffix, role, transposed=True)
 
     def table(self, *axes: tuple[str, int], role: Role = Role("table"), spare: int = 0) -> nnx.Param:
-        """A table that is looked up by its first axis, whose last `spare` rows are in no official tensor."""
+        """Make a table that is looked up by its first axis. Its last `spare` rows are in no official tensor."""
         return self._normal(axes, WEIGHT, role, transposed=False, spare=spare)
 
     def ones(self, *axes: tuple[str, int], suffix: str = WEIGHT, role: Role = Role("norm")) -> nnx.Param:
-        """A norm weight."""
+        """Make the weight of a norm, all ones."""
         return self._full(1.0, axes, suffix, role)
 
     def vector(self, *axes: tuple[str, int]) -> nnx.Param:
-        """A learned vector that is no weight of a norm and no bias."""
+        """Make a learned vector that is no weight of a norm and no bias."""
         return self._normal(axes, "", Role("vector"), transposed=False)
 
     def full(self, value: float, *axes: tuple[str, int], kind: type = nnx.Param):
-        """A tensor that starts constant."""
+        """Make a tensor that starts as a constant."""
         return self._full(value, axes, "", Role("vector"), kind)
 
     def buffer(self, kind: type, value: jax.Array, *names: str):
-        """A tensor that no optimizer sees; `value` has the layer axis already."""
+        """Make a tensor that no optimizer gets. `value` has the layer axis already."""
         stack = ("layers",) if self.layers else ()
         return self._variable(kind, value, (*stack, *names), suffix="", transposed=False)
 
@@ -106,24 +110,24 @@ class Params:
 
 
 def whole(w: nnx.Param) -> jax.Array:
-    """A parameter gathered from the devices that share it, in fp32.
+    """Gather a parameter from the devices that hold its parts, in fp32.
 
-    Parameters are stored split (ZeRO-3 style); the gradient of this gather is a reduce-scatter.
+    Parameters are stored split (ZeRO-3 style). The gradient of this gather is a reduce-scatter.
     """
     return jax.reshard(w[...], jax.P())
 
 
 def linear(x: jax.Array, w: nnx.Param, dtype: jnp.dtype) -> jax.Array:
-    """x [..., in] times w [in, out] with operands in `dtype`; for w [G, in, out], x [..., G, in] group by group."""
+    """Multiply x [..., in] by w [in, out], operands in `dtype`; or x [..., G, in] by w [G, in, out], group by group."""
     groups, rows = "g" * (w.ndim - 2), "abc"[: x.ndim - w.ndim + 1]
     return saved(_product(f"{rows}{groups}i,{groups}io->{rows}{groups}o", dtype, x, w[...]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(equation: str, dtype: jnp.dtype, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Product with a parameter that is stored split and gathered in `dtype`.
+    """Multiply by a parameter that is stored split, and gathered here in `dtype`.
 
-    Its gradient is added up in fp32, over tokens and devices, whatever the `dtype` of the operands.
+    The parameter's gradient is summed in fp32, over tokens and devices, whatever the `dtype` of the operands.
     """
     return jnp.einsum(equation, x.astype(dtype), jax.reshard(w.astype(dtype), jax.P()))
 
@@ -134,6 +138,7 @@ def _forward(equation, dtype, x, w):
 
 def _backward(equation, dtype, residuals, dy):
     (x, w), (left, right, out) = residuals, re.split(",|->", equation)
+    # dx gathers w again in `dtype`; dw is reduced over devices to the stored split of w.
     dx = jnp.einsum(f"{out},{right}->{left}", dy, jax.reshard(w.astype(dtype), jax.P()), preferred_element_type=x.dtype)
     dw = jnp.einsum(
         f"{left},{out}->{right}",
@@ -149,12 +154,12 @@ _product.defvjp(_forward, _backward)
 
 
 def saved(product: jax.Array) -> jax.Array:
-    """Marks a large product, which `remat = "save_block_outputs"` keeps for the backward pass."""
+    """Mark a large product, so that `remat = "save_block_outputs"` keeps it for the backward pass."""
     return checkpoint_name(product, "product")
 
 
 def recomputed(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
-    """`layer` with the chosen part of it (`ModelConfig.remat`) computed again in the backward pass."""
+    """Wrap `layer` so that its backward pass recomputes what `remat` (`ComputeConfig.remat`) does not keep."""
     if remat == "none":
         return layer
     names = ("product", "topk") if remat == "save_block_outputs" else ()
@@ -162,7 +167,7 @@ def recomputed(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
 
 
 def rms_norm(x: jax.Array, eps: float, weight: nnx.Param | None = None) -> jax.Array:
-    """RMSNorm over the last axis in fp32, returned in x's type; without weight if there is none."""
+    """Apply RMSNorm over the last axis in fp32; return the type of x. Without `weight` it only normalises."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return (y if weight is None else y * whole(weight)).astype(x.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which token ids count as the same in an n-gram (V4.1 section 2.4.2)."""
+"""Map token ids to the numbers that n-grams are made of: ids that count as the same share one (V4.1 section 2.4.2)."""
 
 import importlib.util
 from pathlib import Path
@@ -10,14 +10,14 @@ from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.section import ConfigError
 
 UNDECODABLE = "\ufffd"
-SPACE = "\ue000"  # of Unicode's private use: stands for a space where spaces are cut off
+SPACE = "\ue000"  # from Unicode's private use area: protects a lone space from being stripped
 
 
 def token_map(cfg: ModelConfig) -> np.ndarray | None:
-    """Number of every token id, int32 [vocab], by `engram_token_map`.
+    """Make the map of every token id to its number, int32 [vocab], by `engram_token_map`.
 
-    None for `identity` where numbers and ids are not equally many, as in an official configuration without
-    its tokenizer: the n-grams' rows must come with the batch then.
+    Return None for `identity` if `engram_compressed_vocab_size` is not the vocabulary's size, as in an official
+    configuration without its tokenizer. The rows of n-grams must then come with the batch.
 
     Raises:
         ConfigError: if the file cannot be used or does not fit the vocabulary.
@@ -31,7 +31,7 @@ def token_map(cfg: ModelConfig) -> np.ndarray | None:
 
 
 def numbers_of(cfg: ModelConfig) -> int:
-    """How many numbers the token map gives."""
+    """Return the number of different ids after the map."""
     return cfg.engram_compressed_vocab_size or cfg.vocab_size
 
 
@@ -51,7 +51,7 @@ def _from_array(path: str, vocab: int, numbers: int) -> np.ndarray:
 
 
 def _from_tokenizer(cfg: ModelConfig, numbers: int) -> np.ndarray:
-    """Numbers in the order in which new keys appear; ids past the tokenizer's own are as the padding's."""
+    """Number keys in the order of their first token. Ids beyond the tokenizer's get the padding's number."""
     path = cfg.engram_token_map
     key = f"model.engram_token_map = {path!r}"
     if importlib.util.find_spec("tokenizers") is None:
@@ -77,9 +77,10 @@ def _from_tokenizer(cfg: ModelConfig, numbers: int) -> np.ndarray:
 
 
 def _keys(tokenizer, size: int) -> list[str]:
-    """What decides whether tokens are the same: their text without case, accents and repeated or outer spaces.
+    """Make the key of every token: its text without case, accents and repeated or outer spaces.
 
-    A token that is no text of its own, as a part of a character, is like no other.
+    Tokens with equal keys count as the same. A token that is no text by itself, such as a part of a character, has
+    its own name as key and is like no other.
     """
     from tokenizers import Regex, normalizers
 

@@ -14,9 +14,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from dsv4_jax.config import Config
-from dsv4_jax.data.batch import Batch, accumulation_parts, model_inputs
+from dsv4_jax.data.batch import Batch, accumulation_parts
 from dsv4_jax.mesh import act_spec
 from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.train.state import TrainState, abstract_model
 
 
@@ -56,8 +57,8 @@ def make_route(cfg: Config) -> Callable[[TrainState, Batch], jax.Array]:
         model = nnx.merge(graphdef, state.params, state.buffers)
 
         def part(batch: Batch) -> jax.Array:
-            told = model.features(**model_inputs(batch), with_mtp=False).layers
-            return jnp.stack([told[i]["experts"] for i in layers], axis=2).astype(route_type(cfg.model))
+            reports = model.hidden(Inputs.of(batch), with_mtp=False).layers
+            return jnp.stack([reports[i].experts for i in layers], axis=2).astype(route_type(cfg.model))
 
         if cfg.train.accumulate == 1:
             return part(batch)

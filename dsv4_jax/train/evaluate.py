@@ -14,8 +14,9 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from dsv4_jax.config import Config
-from dsv4_jax.data.batch import Batch, HostBatch, model_inputs
+from dsv4_jax.data.batch import Batch, HostBatch
 from dsv4_jax.mesh import act_spec, row_spec
+from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import whole
 from dsv4_jax.model.token_types import TEXT
 from dsv4_jax.ops.cross_entropy import cross_entropy
@@ -35,13 +36,13 @@ def make_eval_step(cfg: Config) -> Callable[[TrainState, Batch], Sums]:
 
     def step(state: TrainState, batch: Batch) -> Sums:
         model = nnx.merge(graphdef, state.params, state.buffers)
-        out = model.features(**model_inputs(batch), with_mtp=False)
+        out = model.hidden(Inputs.of(batch), with_mtp=False)
         targets = {"text": batch["targets"]}
         if "token_types" in batch:
-            after = after_image(batch["token_types"], out.at.docs.first_BS)
+            after = after_image(batch["token_types"], out.tables.docs.first_BS)
             targets = {"text": jnp.where(after, -1, batch["targets"]), "image": jnp.where(after, batch["targets"], -1)}
         sums = {kind: (cross_entropy(out.h, whole(model.head), t), (t >= 0).sum()) for kind, t in targets.items()}
-        if recalls := [told["recall"] for told in out.layers if "recall" in told]:
+        if recalls := [report.recall for report in out.layers if report.recall is not None]:
             covered, chance, queries = sum(recalls)
             sums |= {"recall": (covered, queries), "recall_random": (chance, queries)}
         return sums

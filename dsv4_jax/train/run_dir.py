@@ -15,9 +15,9 @@ from jax.experimental import multihost_utils
 
 from dsv4_jax.config import Config
 from dsv4_jax.config.files import config_from_json, read_config, with_new_names
-from dsv4_jax.config.keys import RUNTIME
 from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.packing import START
+from dsv4_jax.model.compute import COMPUTE_KEYS
 from dsv4_jax.section import ConfigError, RunError, deferred_rules
 from dsv4_jax.train.spikes import Recent
 from dsv4_jax.train.state import schedule
@@ -162,7 +162,7 @@ def check_model(cfg: Config, run_dir: Path) -> None:
     changed = [
         f"model.{key}: {before[key]!r} there, {value!r} here"
         for key, value in now.items()
-        if before[key] != value and key not in RUNTIME
+        if before[key] != value and key not in COMPUTE_KEYS
     ]
     if changed:
         raise ConfigError(

@@ -4,16 +4,15 @@
 Letters: B rows, S positions, A anchors of a row, n slots of a draft, V vocabulary.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from dsv4_jax.config import Config
-from dsv4_jax.data.batch import Batch, model_inputs
+from dsv4_jax.data.batch import Batch
 from dsv4_jax.mesh import act_spec, emulated, row_spec
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.dspark import Anchors, Drafts, confidence, slot_logits
+from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import whole
 from dsv4_jax.ops.cross_entropy import head_logits
 
@@ -48,7 +47,7 @@ class Draft:
         self, model: DeepSeek, batch: Batch, count: dict[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], jax.Array]:
         """Compute `draft_losses`, divided by the weights of the whole batch's slots."""
-        found, load_LE = draft_losses(model, model_inputs(batch), batch["targets"], batch["anchors"], self.decay)
+        found, load_LE = draft_losses(model, Inputs.of(batch), batch["targets"], batch["anchors"], self.decay)
         return {name: value / count["drafts"] for name, value in found.items()}, load_LE
 
 
@@ -99,7 +98,7 @@ def weights(slots_BAn: jax.Array, decay: float) -> jax.Array:
 
 
 def draft_losses(
-    model: DeepSeek, inputs: dict[str, Any], targets_BS: jax.Array, position_BA: jax.Array, decay: float
+    model: DeepSeek, inputs: Inputs, targets_BS: jax.Array, position_BA: jax.Array, decay: float
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """The drafter's three losses, sums over slots with their weights, and the loads of its experts.
 
@@ -108,9 +107,9 @@ def draft_losses(
     acceptance, one minus half that distance. The backbone gets no gradient.
     """
     frozen = jax.lax.stop_gradient
-    backbone = frozen(model.features(**inputs, with_mtp=False, collect=["features"]))
+    backbone = frozen(model.hidden(inputs, with_mtp=False, collect=["features"]))
     n = model.cfg.dspark_block_size
-    token_BA, first_BA = (from_anchors(x, position_BA, 1)[..., 0] for x in (inputs["ids"], backbone.at.docs.first_BS))
+    token_BA, first_BA = (from_anchors(x, position_BA, 1)[..., 0] for x in (inputs.ids, backbone.tables.docs.first_BS))
     anchors = Anchors(token_BA, position_BA, first_BA)
     slots_BAn = slot_targets(targets_BS, position_BA, n)
     weight_BAn = weights(slots_BAn, decay)

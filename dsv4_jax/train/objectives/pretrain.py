@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.config import Config
-from dsv4_jax.data.batch import Batch, model_inputs
+from dsv4_jax.data.batch import Batch
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import whole
 from dsv4_jax.ops.cross_entropy import cross_entropy
 
@@ -77,7 +78,7 @@ def losses(
     """
     cfg, targets, count = model.cfg, batch["targets"], count or denominators(batch)
     forced = forced_experts(cfg, batch)
-    out = model.features(**model_inputs(batch), following=jnp.maximum(targets, 0), forced_experts=forced)
+    out = model.hidden(Inputs.of(batch, following=jnp.maximum(targets, 0), forced_experts=forced))
     # The head's logits [B, S, V] are never whole in memory: `cross_entropy` makes them in pieces.
     head = whole(model.head)
     found = {"loss": cross_entropy(out.h, head, targets) / count["targets"]}
@@ -85,7 +86,7 @@ def losses(
         found["mtp_loss"] = cross_entropy(out.mtp, head, batch["mtp_targets"]) / count["mtp_targets"]
     # What the layers sum over their real tokens.
     for name in ("balance", "indexer"):
-        found[f"{name}_loss"] = sum((layer[name] for layer in out.layers), jnp.zeros(())) / count["real"]
+        found[f"{name}_loss"] = sum((getattr(layer, name) for layer in out.layers), jnp.zeros(())) / count["real"]
     activations = len(out.layers) * (cfg.n_activated_experts + 1) * cfg.moe_inter_dim  # of a token
-    found["clamped"] = sum(layer["clamped"] for layer in out.layers) / activations / count["real"]
-    return found, jnp.stack([layer["load"] for layer in out.layers])
+    found["clamped"] = sum(layer.clamped for layer in out.layers) / activations / count["real"]
+    return found, jnp.stack([layer.load for layer in out.layers])

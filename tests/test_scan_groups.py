@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4_jax.model.config import LayerSpec
-from dsv4_jax.model.plan import Group, plan
+from dsv4_jax.model.scan_groups import ScanGroup, find_scan_groups
 
 FLASH = [0, 0] + [4, 128] * 20 + [4]
 PRO = [128, 128] + [4, 128] * 29 + [4]
@@ -18,7 +18,7 @@ def cost(groups) -> tuple[int, int]:
     return sum(g.period for g in groups), len(groups)
 
 
-def check(layers: list, groups: tuple[Group, ...]):
+def check(layers: list, groups: tuple[ScanGroup, ...]):
     """Groups tile the list in order, each layer once, and a position of a period is one kind of layer."""
     order = [g.start + r * g.period + j for g in groups for r in range(g.repeats) for j in range(g.period)]
     assert order == list(range(len(layers)))
@@ -38,7 +38,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize("layers, want, repeats", PUBLISHED, ids=["flash", "pro", "v4.1"])
 def test_published_lists(layers: list, want: tuple[int, int], repeats: int):
-    groups = plan(layers)
+    groups = find_scan_groups(layers)
     check(layers, groups)
     assert cost(groups) == want
     assert max(g.repeats for g in groups) == repeats
@@ -46,7 +46,7 @@ def test_published_lists(layers: list, want: tuple[int, int], repeats: int):
 
 def test_hashed_layers_are_other_layers():
     layers = [LayerSpec({0: "window", 4: "csa"}.get(r, "hca"), r, hashed=i < 3) for i, r in enumerate(FLASH)]
-    groups = plan(layers)
+    groups = find_scan_groups(layers)
     check(layers, groups)
     assert cost(groups)[0] == 4  # window hash, csa hash, and the pair of hca and csa with learned routing
 
@@ -66,7 +66,7 @@ def cheapest(layers: list) -> tuple[int, int]:
 
 @given(st.lists(st.sampled_from("abc"), max_size=10))
 def test_any_list(layers: list):
-    groups = plan(layers)
+    groups = find_scan_groups(layers)
     check(layers, groups)
     assert cost(groups) == cheapest(layers)
 
@@ -74,4 +74,4 @@ def test_any_list(layers: list):
 @given(st.lists(st.sampled_from("ab"), min_size=1, max_size=3), st.integers(2, 30))
 def test_depth_costs_nothing(period: list, repeats: int):
     """However often a period repeats, no more bodies are compiled than it has."""
-    assert cost(plan(period * repeats))[0] <= len(period)
+    assert cost(find_scan_groups(period * repeats))[0] <= len(period)
