@@ -15,7 +15,7 @@ from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.batch import Batch, abstract_batch, with_engram_rows
 from dsv4_jax.mesh import RULES
 from dsv4_jax.model.config import LayerSpec, ModelConfig
-from dsv4_jax.model.deepseek import structure
+from dsv4_jax.model.deepseek import trace_structure
 from dsv4_jax.optim.groups import block_count, group_leaves
 from dsv4_jax.train.objectives import objective_of
 from dsv4_jax.train.state import (
@@ -34,7 +34,7 @@ def parameter_counts(cfg: ModelConfig) -> tuple[int, int]:
 
     Of an Engram's table a token uses a row for each n-gram; it uses no draft blocks of DSpark.
     """
-    _, params, _ = nnx.split(structure(cfg), nnx.Param, ...)
+    _, params, _ = nnx.split(trace_structure(cfg), nnx.Param, ...)
     dspark, columns = bool(cfg.dspark_target_layer_ids), (cfg.engram_max_ngram_size - 1) * cfg.engram_n_heads
     total = used = 0
     for path, variable in nnx.to_flat_state(params):
@@ -74,7 +74,7 @@ def operations_per_token(cfg: ModelConfig, S: int) -> tuple[float, float]:
 
 def describe_model(cfg: ModelConfig) -> list[str]:
     """Layer plan and parameter counts, a line each."""
-    model = structure(cfg)
+    model = trace_structure(cfg)
     total, active = parameter_counts(cfg)
     lines = [f"parameters  {total:,}, of which a token uses {active:,}"]
     title = "layers"

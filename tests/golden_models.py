@@ -14,7 +14,7 @@ from flax import nnx
 import dsv4_jax as ds
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import whole
-from dsv4_jax.model.token_map import token_map
+from dsv4_jax.model.token_map import make_token_map
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.weights.names import official_shapes, official_tensors
 
@@ -57,7 +57,7 @@ def loaded_model(cfg: ds.ModelConfig, tensors: Mapping[str, np.ndarray]) -> ds.D
     model = empty_model(cfg)
     ds.load_official(model, tensors)
     if model.token_map is not None:  # in no official checkpoint
-        model.token_map.set_value(jnp.asarray(token_map(cfg)))
+        model.token_map.set_value(jnp.asarray(make_token_map(cfg)))
     return model
 
 

@@ -20,7 +20,7 @@ from dsv4_jax.generate.sample import _continue
 from dsv4_jax.generate.speculate import accept, speculate
 from dsv4_jax.mesh import act_spec, make_mesh
 from dsv4_jax.model.deepseek import DeepSeek
-from dsv4_jax.model.dspark import Anchors, confidence, propose, slot_logits
+from dsv4_jax.model.dspark import Anchors, compute_confidence, compute_slot_logits, propose
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.train import loop
@@ -108,8 +108,11 @@ def test_losses_are_those_of_every_slot_by_itself(model, losses):
     @jax.jit
     def parts(model, ids, at, before):
         out = model.hidden(Inputs(ids), collect=["features"])
-        made = model.drafts(out, at)
-        logits, accepted = slot_logits(model, made.h_BAnD, before), confidence(model, made.u_BAnD, before)
+        made = model.draft(out, at)
+        logits, accepted = (
+            compute_slot_logits(model, made.h_BAnD, before),
+            compute_confidence(model, made.u_BAnD, before),
+        )
         return logits[0, 0], accepted[0, 0], head_logits(out.h, model.head[...])[0]
 
     want = dict.fromkeys(("draft_ce", "draft_distance", "draft_confidence"), 0.0)
@@ -246,6 +249,6 @@ def test_greedy_decoding_with_drafts_is_greedy_decoding(model):
 def test_proposals_follow_their_logits(model):
     out = jax.jit(lambda m: m.hidden(Inputs(put(IDS), put(SEGMENTS)), collect=["features"]))(model)
     anchors = Anchors(*(put(x) for x in ([[IDS[0, 3]], [IDS[1, 9]]], [[3], [9]], [[0], [0]])))
-    made = jax.jit(lambda m: propose(m, m.drafts(out, anchors), anchors))(model)
+    made = jax.jit(lambda m: propose(m, m.draft(out, anchors), anchors))(model)
     np.testing.assert_array_equal(made.token_BAn, made.logits_BAnV.argmax(-1))
     assert made.confidence_BAn.shape == (2, 1, n)

@@ -106,7 +106,7 @@ def test_drafts(v41):
     def draft(model):
         images = dict(patches=arrays["patches"], image_grids=v41["grids"])
         out = model.hidden(Inputs(ids, token_types=types, **images), collect=["features"])
-        return propose(model, model.drafts(out, anchors), anchors)
+        return propose(model, model.draft(out, anchors), anchors)
 
     found = draft(model)
     np.testing.assert_array_equal(found.token_BAn[:, 0], arrays["draft/ids"][:, 1:])

@@ -97,7 +97,7 @@ def speculate(
         position = jnp.broadcast_to(jnp.where(jnp.arange(anchors) == 0, t - 1, -1), (rows, anchors))
         at = Anchors(*(jax.reshard(x, act_spec(2)) for x in (token, position, jnp.zeros_like(position))))
         noise = None if greedy else jax.random.fold_in(draw, 0)
-        made = propose(model, model.drafts(out, at), at, noise, 1.0 if greedy else temperature)
+        made = propose(model, model.draft(out, at), at, noise, 1.0 if greedy else temperature)
         drafts_n, q_nV = one(made.token_BAn)[0], one(made.logits_BAnV)[0]
         # Write the drafts into the row, which the last ones may exceed, and read it: p_mV is what the model predicts
         # after the anchor and after each draft.

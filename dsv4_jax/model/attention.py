@@ -19,7 +19,7 @@ from flax import nnx
 
 from dsv4_jax.mesh import BATCH, act_spec
 from dsv4_jax.model.config import LayerSpec, ModelConfig
-from dsv4_jax.model.params import Params, linear, rms_norm, saved, whole
+from dsv4_jax.model.params import Params, linear, mark_saved, rms_norm, whole
 from dsv4_jax.model.rope import Rotation, rotate
 from dsv4_jax.model.tables import Chunk, Tables, take_chunk
 from dsv4_jax.ops.attention import Attended, attend
@@ -252,7 +252,7 @@ class Attention(nnx.Module):
         """Project the heads' outputs [B, S, H, K] to [B, S, D]: each group of heads by itself, then all together."""
         B, S, H, K = o_BSHK.shape
         groups = self.cfg.o_groups
-        o_BSGI = jnp.reshape(saved(o_BSHK), (B, S, groups, H * K // groups), out_sharding=act_spec(4))
+        o_BSGI = jnp.reshape(mark_saved(o_BSHK), (B, S, groups, H * K // groups), out_sharding=act_spec(4))
         u = linear(o_BSGI, self.wo_a, dtype)
         return linear(u.reshape(B, S, -1), self.wo_b, dtype)
 

@@ -15,12 +15,12 @@ from dsv4_jax.mesh import QUICK_CPU, act_spec, emulated, ensure_mesh, on_cpu, ro
 from dsv4_jax.model import hyper
 from dsv4_jax.model.block import Block, Carry, Collected, LayerReport, Tokens, collapse_streams, start_carry
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.model.dspark import Anchors, DraftBlock, Drafts, drafts
+from dsv4_jax.model.dspark import Anchors, DraftBlock, Drafts, compute_drafts
 from dsv4_jax.model.engram import compute_engram_rows, make_token_map_buffer
 from dsv4_jax.model.images import embed_images, make_delimiters
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.mtp import MTP
-from dsv4_jax.model.params import Params, recomputed, rms_norm, whole
+from dsv4_jax.model.params import Params, apply_remat, rms_norm, whole
 from dsv4_jax.model.scan_groups import ScanGroup, find_scan_groups
 from dsv4_jax.model.tables import Tables, make_tables
 from dsv4_jax.model.token_types import TEXT
@@ -208,7 +208,7 @@ class DeepSeek(nnx.Module):
         mtp = None
         for block in mtp_blocks:
             assert following is not None  # made above
-            predict = recomputed(functools.partial(MTP.predict, dtype=dtype), cfg.remat)
+            predict = apply_remat(functools.partial(MTP.predict, dtype=dtype), cfg.remat)
             mtp, report = predict(block, carry.x_BSND, self._embed(following, dtype), tokens)
             layers.append(report)
         return Hidden(rms_norm(collapse_streams(self, carry), cfg.norm_eps, self.norm), mtp, layers, tables, images)
@@ -231,7 +231,7 @@ class DeepSeek(nnx.Module):
                     layers[i] = jax.tree.map(lambda a, r=r: a[r], reports[j])
         return carry, layers
 
-    def drafts(self, out: Hidden, anchors: Anchors) -> Drafts:
+    def draft(self, out: Hidden, anchors: Anchors) -> Drafts:
         """Run the draft blocks from all anchors [B, A], after a pass `out` that collected `features`.
 
         Raises:
@@ -243,7 +243,7 @@ class DeepSeek(nnx.Module):
             raise ValueError("drafts need model.dspark_target_layer_ids and a pass with collect = ['features']")
         read = jnp.concatenate(features, axis=-1)
         anchors = jax.tree.map(lambda x: jax.reshard(jnp.asarray(x), act_spec(2)), anchors)
-        return drafts(self, read, anchors, out.tables, lambda ids: self._embed(ids, cfg.dtype), cfg.dtype)
+        return compute_drafts(self, read, anchors, out.tables, lambda ids: self._embed(ids, cfg.dtype), cfg.dtype)
 
     def _collected(self, name: str, out: Hidden) -> list[jax.Array | None]:
         """Take what `collect` named from the reports of the layers, in the form of `Output.collected`."""
@@ -276,7 +276,7 @@ class DeepSeek(nnx.Module):
         return whole(self.embed).at[ids].get(out_sharding=act_spec(3)).astype(dtype)
 
 
-def structure(cfg: ModelConfig) -> DeepSeek:
+def trace_structure(cfg: ModelConfig) -> DeepSeek:
     """Make a model without arrays: its structure, shapes and shardings. Traced once for each configuration and mesh."""
     return _made.eval_shape(cfg)
 
@@ -312,7 +312,7 @@ def _scan(run, cfg: ModelConfig, carry: Carry, blocks: list[Block], forced: list
     On emulated devices the scan is unrolled if there are Engrams or images: their collectives need no layer, so
     XLA's CPU runtime could run them beside the loop, and deadlock (see `mesh.emulated`).
     """
-    run = recomputed(run, cfg.remat)
+    run = apply_remat(run, cfg.remat)
     unroll = emulated() and bool(cfg.engram_layer_ids or cfg.vision_n_layers)
 
     def body(carry, xs):

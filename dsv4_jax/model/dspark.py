@@ -18,8 +18,8 @@ from dsv4_jax.mesh import BATCH, act_spec, row_spec
 from dsv4_jax.model import hyper
 from dsv4_jax.model.block import Block, Carry, Tokens, collapse_streams, start_carry
 from dsv4_jax.model.config import LayerSpec, ModelConfig
-from dsv4_jax.model.params import Params, linear, recomputed, rms_norm, whole
-from dsv4_jax.model.rope import frequencies, rotate, rotation
+from dsv4_jax.model.params import Params, apply_remat, linear, rms_norm, whole
+from dsv4_jax.model.rope import compute_frequencies, compute_rotation, rotate
 from dsv4_jax.model.tables import Tables
 from dsv4_jax.ops.attention import softmax_with_sink
 from dsv4_jax.ops.cross_entropy import head_logits
@@ -111,7 +111,7 @@ def _core(
     S, K = context_BSK.shape[1], cfg.head_dim
     # Slots rotate by their position in the document. The anchor may come just after the row's last token.
     place_BAn = (anchors.position_BA - anchors.first_BA)[..., None] + jnp.arange(n)
-    angles = rotation(frequencies(cfg, compressed=False), place_BAn)
+    angles = compute_rotation(compute_frequencies(cfg, compressed=False), place_BAn)
     heads = jax.tree.map(lambda a: a[:, :, :, None], angles)
     q_BAnHK = rotate(q_BsHK.reshape(B, A, n, cfg.n_heads, K), heads)
     own_BAnK = rotate(own_BsK.reshape(B, A, n, K), angles)
@@ -145,7 +145,7 @@ class Drafts(NamedTuple):
     loads: list[jax.Array]
 
 
-def drafts(
+def compute_drafts(
     model: Any, features_BSF: jax.Array, anchors: Anchors, tables: Tables, embed: Any, dtype: jnp.dtype
 ) -> Drafts:
     """Run the draft blocks for all anchors at once.
@@ -170,7 +170,7 @@ def drafts(
     tokens = Tokens(flat(ids_BAn), tables, flat(real_BAn))
     carry, loads = start_carry(cfg, embed(tokens.ids_BS), dtype), []
     for block in blocks:
-        run = recomputed(functools.partial(DraftBlock.draft, dtype=dtype), cfg.remat)
+        run = apply_remat(functools.partial(DraftBlock.draft, dtype=dtype), cfg.remat)
         carry, load = run(block, carry, memory_BSD, anchors, tokens)
         loads.append(load)
     last = blocks[-1]
@@ -179,13 +179,13 @@ def drafts(
     return Drafts(split(u), split(rms_norm(u, cfg.norm_eps, last.norm)), loads)
 
 
-def slot_logits(model: Any, h: jax.Array, before: jax.Array) -> jax.Array:
+def compute_slot_logits(model: Any, h: jax.Array, before: jax.Array) -> jax.Array:
     """Compute the logits fp32 [..., V] of slots with normed states h [..., D], after the tokens `before` [...]."""
     markov = model.mtp[-1].markov_head
     return head_logits(h, whole(model.head)) + head_logits(_before(model, before), whole(markov.head))
 
 
-def confidence(model: Any, u: jax.Array, before: jax.Array) -> jax.Array:
+def compute_confidence(model: Any, u: jax.Array, before: jax.Array) -> jax.Array:
     """Compute the logits [...] of acceptance of slots with streams u [..., D], after the tokens `before` [...]."""
     x = jnp.concatenate([u.astype(jnp.float32), _before(model, before)], axis=-1)
     return head_logits(x, whole(model.mtp[-1].confidence_head.proj))[..., 0]
@@ -226,13 +226,13 @@ def propose(
 
     def slot(before_BA: jax.Array, xs: tuple[jax.Array, ...]):
         h_BAD, u_BAD, k = xs
-        logits_BAV = slot_logits(model, h_BAD, before_BA)
+        logits_BAV = compute_slot_logits(model, h_BAD, before_BA)
         drawn = logits_BAV
         if key is not None:
             noise = jax.random.gumbel(jax.random.fold_in(key, k), drawn.shape, out_sharding=act_spec(3))
             drawn = drawn + temperature * noise
         token_BA = jnp.argmax(drawn, axis=-1).astype(before_BA.dtype)
-        return token_BA, Proposal(token_BA, logits_BAV, confidence(model, u_BAD, before_BA))
+        return token_BA, Proposal(token_BA, logits_BAV, compute_confidence(model, u_BAD, before_BA))
 
     slots = (jnp.moveaxis(x, 2, 0) for x in (made.h_BAnD, made.u_BAnD))
     _, proposals = jax.lax.scan(slot, anchors.token_BA, (*slots, jnp.arange(made.h_BAnD.shape[2])))

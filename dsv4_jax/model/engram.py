@@ -12,8 +12,8 @@ from flax import nnx
 
 from dsv4_jax.mesh import act_spec, row_spec
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.model.params import Params, TokenMap, linear, saved, whole
-from dsv4_jax.model.token_map import numbers_of, token_map
+from dsv4_jax.model.params import Params, TokenMap, linear, mark_saved, whole
+from dsv4_jax.model.token_map import count_numbers, make_token_map
 from dsv4_jax.ops.documents import Documents
 from dsv4_jax.ops.lookup import lookup
 from dsv4_jax.ops.ngrams import Hashing, hashing, ngram_rows
@@ -33,7 +33,7 @@ def compute_hashing(cfg: ModelConfig) -> Hashing:
         cfg.engram_max_ngram_size,
         cfg.engram_n_heads,
         cfg.engram_vocab_size,
-        numbers_of(cfg),
+        count_numbers(cfg),
     )
     stated = cfg.engram_num_embeddings
     why = "the row counts that engram_vocab_size, engram_n_heads and engram_max_ngram_size give"
@@ -52,8 +52,8 @@ def count_spare_rows(rows: int) -> int:
 
 
 def make_token_map_buffer(cfg: ModelConfig, make: Params) -> TokenMap | None:
-    """Make the buffer of the model's token map; None without Engrams, or where `token_map` gives none."""
-    numbers_V = token_map(cfg) if cfg.engram_layer_ids else None
+    """Make the buffer of the model's token map; None without Engrams, or where `make_token_map` gives none."""
+    numbers_V = make_token_map(cfg) if cfg.engram_layer_ids else None
     return None if numbers_V is None else make.buffer(TokenMap, jnp.asarray(numbers_V), "tokens")
 
 
@@ -116,7 +116,7 @@ class Engram(nnx.Module):
         """
         N, D = x_BSND.shape[2:]
         with jax.named_scope("lookup"):
-            e_BSI = saved(self._read(rows_BSC, text_BS, dtype))
+            e_BSI = mark_saved(self._read(rows_BSC, text_BS, dtype))
         # One key for every stream [B, S, N, D] and one value for all [B, S, D].
         kv = linear(e_BSI, self.wkv, dtype)
         key_BSND = kv[..., : N * D].reshape(x_BSND.shape)

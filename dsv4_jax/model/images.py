@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from dsv4_jax.mesh import BATCH
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.model.params import Params, recomputed, whole
+from dsv4_jax.model.params import Params, apply_remat, whole
 from dsv4_jax.model.token_types import END, NEWLINE, START, TEXT
 from dsv4_jax.model.vision import ImageTables, compute_angles, gather_chunks
 from dsv4_jax.ops.context import offset
@@ -100,7 +100,7 @@ def embed_images(
     with jax.named_scope("vision"):
         x_GPD = parts.vision(patches, tables, dtype)
     with jax.named_scope("aligner"):
-        align = recomputed(lambda aligner, x_GPD: aligner(x_GPD, tables, dtype), cfg.remat)
+        align = apply_remat(lambda aligner, x_GPD: aligner(x_GPD, tables, dtype), cfg.remat)
         y_GCD = align(parts.aligner, x_GPD)
     # Cells and delimiters to the positions of their type.
     vectors = {START: parts.image_start, NEWLINE: parts.image_newline, END: parts.image_end}

@@ -120,7 +120,7 @@ def whole(w: nnx.Param) -> jax.Array:
 def linear(x: jax.Array, w: nnx.Param, dtype: jnp.dtype) -> jax.Array:
     """Multiply x [..., in] by w [in, out], operands in `dtype`; or x [..., G, in] by w [G, in, out], group by group."""
     groups, rows = "g" * (w.ndim - 2), "abc"[: x.ndim - w.ndim + 1]
-    return saved(_product(f"{rows}{groups}i,{groups}io->{rows}{groups}o", dtype, x, w[...]))
+    return mark_saved(_product(f"{rows}{groups}i,{groups}io->{rows}{groups}o", dtype, x, w[...]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -153,12 +153,12 @@ def _backward(equation, dtype, residuals, dy):
 _product.defvjp(_forward, _backward)
 
 
-def saved(product: jax.Array) -> jax.Array:
+def mark_saved(product: jax.Array) -> jax.Array:
     """Mark a large product, so that `remat = "save_block_outputs"` keeps it for the backward pass."""
     return checkpoint_name(product, "product")
 
 
-def recomputed(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def apply_remat(layer: Callable[..., Any], remat: str) -> Callable[..., Any]:
     """Wrap `layer` so that its backward pass recomputes what `remat` (`ComputeConfig.remat`) does not keep."""
     if remat == "none":
         return layer

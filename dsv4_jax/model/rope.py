@@ -20,7 +20,7 @@ class Rotation(NamedTuple):
     sin: jax.Array
 
 
-def frequencies(cfg: ModelConfig, compressed: bool) -> np.ndarray:
+def compute_frequencies(cfg: ModelConfig, compressed: bool) -> np.ndarray:
     """Compute the frequency of each channel pair, in radians a position: float64 [rope_head_dim / 2].
 
     Layers without compression use `rope_theta`. The others use `compress_rope_theta` and, if `cfg.yarn`, YaRN on the
@@ -43,7 +43,7 @@ def frequencies(cfg: ModelConfig, compressed: bool) -> np.ndarray:
     return freq * (1 - ramp) + freq / cfg.rope_factor * ramp
 
 
-def rotation(freq: np.ndarray, position: jax.Array) -> Rotation:
+def compute_rotation(freq: np.ndarray, position: jax.Array) -> Rotation:
     """Compute the rotation of integer positions [...], exact to 2e-7 up to 2**20.
 
     An fp32 product of position and frequency is off by 0.03 rad at a million. Instead two float64 tables, made on the

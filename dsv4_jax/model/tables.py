@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from dsv4_jax.mesh import BATCH
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.model.rope import Rotation, frequencies, rotation
+from dsv4_jax.model.rope import Rotation, compute_frequencies, compute_rotation
 from dsv4_jax.ops.context import chunk, offset
 from dsv4_jax.ops.documents import Documents, Windows, documents, windows
 
@@ -48,13 +48,13 @@ def _make_tables(cfg: ModelConfig, segment_ids: jax.Array, replay_BS: jax.Array 
         replayed = jnp.arange(segment_ids.shape[1]) >= replay_BS
         near = jnp.where(replayed, jnp.maximum(docs.first_BS, replay_BS), docs.first_BS)
     ratios = sorted(set(cfg.compress_ratios) - {0})
-    freqs = {compressed: frequencies(cfg, compressed) for compressed in (False, True)}
+    freqs = {compressed: compute_frequencies(cfg, compressed) for compressed in (False, True)}
     wins = {r: windows(docs, r) for r in ratios}
     return Tables(
         docs,
         wins,
-        {c: rotation(f, docs.position_BS) for c, f in freqs.items()},
-        {r: rotation(freqs[True], w.index_BM * r) for r, w in wins.items()},
+        {c: compute_rotation(f, docs.position_BS) for c, f in freqs.items()},
+        {r: compute_rotation(freqs[True], w.index_BM * r) for r, w in wins.items()},
         near,
     )
 

@@ -13,7 +13,7 @@ UNDECODABLE = "\ufffd"
 SPACE = "\ue000"  # from Unicode's private use area: protects a lone space from being stripped
 
 
-def token_map(cfg: ModelConfig) -> np.ndarray | None:
+def make_token_map(cfg: ModelConfig) -> np.ndarray | None:
     """Make the map of every token id to its number, int32 [vocab], by `engram_token_map`.
 
     Return None for `identity` if `engram_compressed_vocab_size` is not the vocabulary's size, as in an official
@@ -22,7 +22,7 @@ def token_map(cfg: ModelConfig) -> np.ndarray | None:
     Raises:
         ConfigError: if the file cannot be used or does not fit the vocabulary.
     """
-    source, numbers = cfg.engram_token_map, numbers_of(cfg)
+    source, numbers = cfg.engram_token_map, count_numbers(cfg)
     if source == "identity":
         return np.arange(cfg.vocab_size, dtype=np.int32) if numbers == cfg.vocab_size else None
     if source.endswith(".npy"):
@@ -30,7 +30,7 @@ def token_map(cfg: ModelConfig) -> np.ndarray | None:
     return _from_tokenizer(cfg, numbers)
 
 
-def numbers_of(cfg: ModelConfig) -> int:
+def count_numbers(cfg: ModelConfig) -> int:
     """Return the number of different ids after the map."""
     return cfg.engram_compressed_vocab_size or cfg.vocab_size
 

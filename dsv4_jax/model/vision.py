@@ -19,8 +19,8 @@ from flax import nnx
 
 from dsv4_jax.mesh import emulated
 from dsv4_jax.model.config import ModelConfig
-from dsv4_jax.model.params import Params, linear, recomputed, rms_norm, whole
-from dsv4_jax.model.rope import Rotation, rotation
+from dsv4_jax.model.params import Params, apply_remat, linear, rms_norm, whole
+from dsv4_jax.model.rope import Rotation, compute_rotation
 from dsv4_jax.ops.images import Cells, Patches, attend_images
 from dsv4_jax.optim.roles import MatrixSpec, Role
 
@@ -40,7 +40,7 @@ def compute_angles(cfg: ModelConfig, row: jax.Array, column: jax.Array) -> Rotat
     """Compute angles of patches, fp32 [..., K / 2]: by row for the first half of the channel pairs, else by column."""
     quarter = cfg.vision_dim // cfg.vision_n_heads // 4
     freq = cfg.vision_rope_theta ** (-np.arange(quarter, dtype=np.float64) / quarter)
-    parts = rotation(freq, row), rotation(freq, column)
+    parts = compute_rotation(freq, row), compute_rotation(freq, column)
     return Rotation(*(jnp.concatenate(pair, axis=-1) for pair in zip(*parts, strict=True)))
 
 
@@ -151,7 +151,7 @@ class Vision(nnx.Module):
         G, P = patches.shape[:2]
         real_GP1 = (tables.patches.start_P < tables.patches.end_P)[..., None]
         pixels = jnp.where(real_GP1, patches.reshape(G, P, math.prod(patches.shape[2:])), 0)
-        block = recomputed(lambda block, x_GPD: block(x_GPD, tables, dtype), self.remat)
+        block = apply_remat(lambda block, x_GPD: block(x_GPD, tables, dtype), self.remat)
         x_GPD = self.patch_embed.proj(pixels, dtype)
         step = lambda x_GPD, stacked: (block(stacked, x_GPD), None)
         x_GPD, _ = jax.lax.scan(step, x_GPD, self.blocks, unroll=emulated())

@@ -25,7 +25,7 @@ from dsv4_jax.data.packing import Position
 from dsv4_jax.data.pipeline import Stream
 from dsv4_jax.generate.sample import held_out_prompt, sample
 from dsv4_jax.mesh import QUICK_CPU, on_cpu, start_devices, use_mesh
-from dsv4_jax.model.token_map import token_map
+from dsv4_jax.model.token_map import make_token_map
 from dsv4_jax.section import ConfigError, RunError
 from dsv4_jax.summary import (
     describe_model,
@@ -105,7 +105,7 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
     data = read_data(cfg)
     if newest:
         check_same_data(cfg, data, *newest)
-    if cfg.model.engram_layer_ids and token_map(cfg.model) is None:
+    if cfg.model.engram_layer_ids and make_token_map(cfg.model) is None:
         raise ConfigError(
             f"model.engram_compressed_vocab_size = {cfg.model.engram_compressed_vocab_size} needs "
             "model.engram_token_map: the tokenizer.json or the .npy that gives so many numbers"

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from dsv4_jax.config import Config, OptimConfig
 from dsv4_jax.config.plugins import resolve
 from dsv4_jax.mesh import current_mesh
-from dsv4_jax.model.deepseek import DeepSeek, structure
+from dsv4_jax.model.deepseek import DeepSeek, trace_structure
 from dsv4_jax.optim import adamw_groups, grouped, v4_groups, v41_groups
 from dsv4_jax.optim.groups import custom_groups
 from dsv4_jax.optim.schedules import Clock, trapezoid
@@ -166,7 +166,7 @@ def with_part(state: Any, part: Any) -> Any:
 
 def abstract_model(cfg: Config) -> DeepSeek:
     """The model's structure, without arrays."""
-    return structure(cfg.model)
+    return trace_structure(cfg.model)
 
 
 def abstract_state(cfg: Config) -> TrainState:

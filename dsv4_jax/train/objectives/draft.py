@@ -11,7 +11,7 @@ from dsv4_jax.config import Config
 from dsv4_jax.data.batch import Batch
 from dsv4_jax.mesh import act_spec, emulated, row_spec
 from dsv4_jax.model.deepseek import DeepSeek
-from dsv4_jax.model.dspark import Anchors, Drafts, confidence, slot_logits
+from dsv4_jax.model.dspark import Anchors, Drafts, compute_confidence, compute_slot_logits
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import whole
 from dsv4_jax.ops.cross_entropy import head_logits
@@ -113,7 +113,7 @@ def draft_losses(
     anchors = Anchors(token_BA, position_BA, first_BA)
     slots_BAn = slot_targets(targets_BS, position_BA, n)
     weight_BAn = weights(slots_BAn, decay)
-    made: Drafts = _shared_frozen(model).drafts(backbone, anchors)
+    made: Drafts = _shared_frozen(model).draft(backbone, anchors)
     # Slot k comes after the true token k places after the anchor, and the backbone predicts from there.
     before_BAn = jnp.concatenate([anchors.token_BA[..., None], jnp.maximum(slots_BAn[..., :-1], 0)], axis=-1)
     teacher_BAnD = from_anchors(backbone.h, position_BA, n)
@@ -122,10 +122,10 @@ def draft_losses(
     def slot(xs: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
         h, u, teacher, before, target, weight = xs
         frozen_model = _shared_frozen(model)
-        log_p = jax.nn.log_softmax(slot_logits(frozen_model, h, before))
+        log_p = jax.nn.log_softmax(compute_slot_logits(frozen_model, h, before))
         log_q = frozen(jax.nn.log_softmax(head_logits(teacher, whole(model.head))))
         distance = jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)).sum(-1)
-        accepted, c = frozen(1 - distance / 2), confidence(frozen_model, u, before)
+        accepted, c = frozen(1 - distance / 2), compute_confidence(frozen_model, u, before)
         at = jnp.maximum(target, 0)[..., None]
         found = {
             "draft_ce": -jnp.take_along_axis(log_p, at, axis=-1)[..., 0],
