@@ -12,7 +12,7 @@ from flax import nnx
 from runs import MODEL
 
 from dsv4_jax.mesh import BATCH, QUICK_CPU, act_spec, ensure_mesh, row_spec
-from dsv4_jax.model.attention import Attention, index_of, make_empty_shared, new_entries, read
+from dsv4_jax.model.attention import Attention, count_tail, index_of, make_empty_shared, new_entries, read
 from dsv4_jax.model.params import Params
 from dsv4_jax.model.rope import frequencies, rotate, rotation
 from dsv4_jax.model.tables import Chunk, make_tables
@@ -43,7 +43,7 @@ def in_chunks(cfg, projected, weights):
     spec, m = cfg.layer_specs[0], cfg.compress_ratios[0]
     freq = frequencies(cfg, compressed=m > 0)
     behind = lambda n: jax.tree.map(lambda a: jnp.zeros((B, n, a.shape[2])), (projected.main, projected.index))
-    tail = behind((2 if spec.mode == "csa" else 1) * m - 1) if m else None
+    tail = behind(count_tail(spec)) if m else None
     ring = jnp.zeros((B, cfg.window_size - 1, cfg.head_dim))
     M = S // m if m else 0
     entries, keys = jnp.zeros((B, M, cfg.head_dim)), jnp.zeros((B, M, cfg.index_head_dim))

@@ -274,8 +274,7 @@ def _attend_chunk(
     if windows is not None and windows.end_BM.shape[1] > 0:  # a row shorter than the ratio has no entries
         if projected.main is not None:
             # Entries [B, m, K] of the windows that end in this chunk; the first of them may begin left of it.
-            reach = (2 if spec.mode == "csa" else 1) * ratio - 1
-            main, index_tokens = with_left((projected.main, projected.index), reach)
+            main, index_tokens = with_left((projected.main, projected.index), count_tail(spec))
             ending, number_Bm = own_windows(windows, ratio, S, main.value_BSC.shape[1] - S)
             starts = jax.tree.map(lambda a: rows_at(a, number_Bm), tables.starts[ratio])
             own = new_entries(cfg, spec, main, index_tokens, weights, ending, starts)
@@ -302,6 +301,11 @@ def _attend_chunk(
         if spec.candidates == "source":
             shared = shared._replace(candidates_BSc=out.candidates_BSc)
     return out, shared
+
+
+def count_tail(spec: LayerSpec) -> int:
+    """Count the tokens before a chunk that its windows can reach: a window but one token, in CSA also the one before."""
+    return (2 if spec.mode == "csa" else 1) * spec.ratio - 1
 
 
 def new_entries(
