@@ -15,7 +15,7 @@ from dsv4_jax.mesh import BATCH, QUICK_CPU, act_spec, ensure_mesh, row_spec
 from dsv4_jax.model.attention import Attention, count_tail, index_of, make_empty_shared, new_entries, read
 from dsv4_jax.model.params import Params
 from dsv4_jax.model.rope import frequencies, rotate, rotation
-from dsv4_jax.model.tables import Chunk, make_tables
+from dsv4_jax.model.tables import make_chunk, make_tables
 from dsv4_jax.ops.documents import Windows
 
 B, CHUNKS = 2, (5, 1, 9, 2, 6)
@@ -51,7 +51,7 @@ def in_chunks(cfg, projected, weights):
     for T in CHUNKS:
         tokens = jax.tree.map(lambda a, length=length, T=T: a[:, length : length + T], projected)
         place = jnp.broadcast_to(length + jnp.arange(T), (B, T))
-        chunk = Chunk(rotation(freq, place), jnp.full((B, T), -length), None, 0)
+        chunk = make_chunk(rotation(freq, place), jnp.full((B, T), -length))
         lies = index = None
         if m:
             # The windows whose last token comes in this chunk; `tail` has the tokens before it.
@@ -70,7 +70,7 @@ def in_chunks(cfg, projected, weights):
             lies = Windows(number * m - length, (number + 1) * m - 1 - length, number)
             if made.keys_BmJ is not None:
                 keys = keys.at[:, slots].set(made.keys_BmJ)
-                index = index_of(cfg, spec, tokens, chunk.rotation, keys, None)
+                index = index_of(cfg, spec, tokens, chunk, keys, None)
         ring = jnp.concatenate([ring, rotate(tokens.kv_BSK, chunk.rotation)], 1)
         out = read(cfg, tokens.q_BSHK, ring, weights.sink_H, chunk, entries if m else None, lies, index, topk_BSk=None)
         ring, length = ring[:, T:], length + T

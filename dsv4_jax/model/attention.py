@@ -290,7 +290,7 @@ def _attend_chunk(
             assert own.keys_BmJ is not None
             keys_BMJ = gather_entries(own.keys_BmJ, windows, S)
             candidates_BSc = None if shared is None else shared.candidates_BSc
-            index = index_of(cfg, spec, projected, chunk.rotation, keys_BMJ, candidates_BSc)
+            index = index_of(cfg, spec, projected, chunk, keys_BMJ, candidates_BSc)
         elif shared is not None:
             topk_BSk = shared.topk_BSk
     # The chunk's own keys after those of the window left of it: U = S + up to W - 1.
@@ -304,7 +304,7 @@ def _attend_chunk(
 
 
 def count_tail(spec: LayerSpec) -> int:
-    """Count the tokens before a chunk that its windows can reach: a window but one token, in CSA also the one before."""
+    """Count the tokens before a chunk that its windows can reach: a window less one token; in CSA two less one."""
     return (2 if spec.mode == "csa" else 1) * spec.ratio - 1
 
 
@@ -350,7 +350,7 @@ def index_of(
     cfg: ModelConfig,
     spec: LayerSpec,
     projected: Projected,
-    rotation: Rotation,
+    chunk: Chunk,
     keys_BMJ: jax.Array,
     candidates_BSc: jax.Array | None,
 ) -> Index:
@@ -362,14 +362,14 @@ def index_of(
         cfg: the model.
         spec: the layer.
         projected: products of the S tokens that select.
-        rotation: angles of the S tokens.
+        chunk: place of the S tokens.
         keys_BMJ: index keys of all entries.
         candidates_BSc: pool of the layer with `candidates = "source"`; None without one.
     """
     sparse = cfg.attention == "sparse"
     assert projected.index_q_BSIJ is not None and projected.index_w_BSI is not None
     return Index(
-        rotate(projected.index_q_BSIJ, _every_head(rotation)),
+        rotate(projected.index_q_BSIJ, chunk.head_rotation),
         projected.index_w_BSI,
         keys_BMJ,
         topk=cfg.index_topk * sparse,
@@ -403,9 +403,8 @@ def read(
         index: indexer that selects among the entries; None without one.
         topk_BSk: entries that an earlier layer selected, -1 for none; None: those of `index`, or all.
     """
-    heads = _every_head(chunk.rotation)
     out = attend(
-        rotate(q_BSHK, heads),
+        rotate(q_BSHK, chunk.head_rotation),
         kv_BUK,
         sink_H,
         chunk.first_BS,
@@ -419,9 +418,4 @@ def read(
         block=cfg.attention_block,
         select=cfg.select,
     )
-    return out._replace(o_BSHK=rotate(out.o_BSHK, heads, inverse=True))
-
-
-def _every_head(rotation: Rotation) -> Rotation:
-    """Give angles [B, S, ...] an axis for the heads of an array [B, S, heads, ...]."""
-    return jax.tree.map(lambda a: a[:, :, None], rotation)
+    return out._replace(o_BSHK=rotate(out.o_BSHK, chunk.head_rotation, inverse=True))

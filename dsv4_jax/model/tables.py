@@ -63,19 +63,28 @@ class Chunk(NamedTuple):
     """Place of a chunk of S queries. Positions of queries, keys and windows are counted from one token, whichever.
 
     Attributes:
-        rotation: angles of the queries.
+        rotation: angles of the positions, [B, S, ...].
+        head_rotation: the same with an axis for heads, [B, S, 1, ...]. Made once: the backward pass keeps one copy.
         first_BS: position of the first token of each query's document.
         near_BS: position from which each query's window may see; None: from its document's first token.
         offset: position of the first query.
     """
 
     rotation: Rotation
+    head_rotation: Rotation
     first_BS: jax.Array
     near_BS: jax.Array | None
     offset: jax.Array | int
 
 
+def make_chunk(
+    rotation: Rotation, first_BS: jax.Array, near_BS: jax.Array | None = None, offset: jax.Array | int = 0
+) -> Chunk:
+    """Make a chunk from the attributes of the same names."""
+    return Chunk(rotation, jax.tree.map(lambda a: a[:, :, None], rotation), first_BS, near_BS, offset)
+
+
 def take_chunk(tables: Tables, S: int, compressed: bool, replayed: bool) -> Chunk:
     """Take this device's chunk of S positions, for a layer with or without compression and bounded replay."""
     near_BS = chunk(tables.near_BS, S) if replayed and tables.near_BS is not None else None
-    return Chunk(chunk(tables.rotations[compressed], S), chunk(tables.docs.first_BS, S), near_BS, offset(S))
+    return make_chunk(chunk(tables.rotations[compressed], S), chunk(tables.docs.first_BS, S), near_BS, offset(S))
