@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from dsv4_jax.data import images
-from dsv4_jax.data.images import ImageError, Layout, inspect, plan, read, token_types
+from dsv4_jax.data.images import ImageError, Layout, inspect, layout_of, read, token_types
 
 OFFICIAL = dict(
     vision_n_layers=1,
@@ -54,14 +54,14 @@ TABLE = [
 @pytest.mark.parametrize(("originals", "pixels", "patches", "grid", "positions"), TABLE)
 def test_sizes_are_the_published_ones(originals, pixels, patches, grid, positions):
     for size in originals:
-        layout = plan(*size, CFG)
+        layout = layout_of(*size, CFG)
         assert layout == Layout(pixels, patches[::-1], grid[::-1])
         assert layout.positions == positions == len(token_types(layout.grid))
 
 
 def test_an_enlarged_size_is_cut_to_whole_pixels():
     """20 x 22 becomes 518.7 x 570.6: 518 is 37 patches, 519 would be 38."""
-    assert plan(20, 22, CFG).size == (37 * 14, 41 * 14)
+    assert layout_of(20, 22, CFG).size == (37 * 14, 41 * 14)
 
 
 def obeys(layout, cfg):
@@ -78,7 +78,7 @@ side = st.one_of(st.integers(1, 30000), st.sampled_from([1, 2, 13, 14, 15, 41, 4
 @settings(max_examples=300)
 @given(side, side)
 def test_every_size_has_a_layout(width, height):
-    layout = plan(width, height, CFG)
+    layout = layout_of(width, height, CFG)
     obeys(layout, CFG)
     if width >= 42 and height >= 42:  # the shape is kept to a patch or two
         got, want = layout.size[0] / layout.size[1], width / height
@@ -90,12 +90,12 @@ def test_every_size_has_a_layout(width, height):
 def test_any_vision_tower_gives_layouts_that_fit(width, height, p, ratio, most, least, squeezed):
     changes = dict(vision_patch_size=p, vision_downsample_ratio=ratio, vision_max_n_token=most, vision_min_pixels=least)
     cfg = vision(**changes, vision_max_wh_ratio=2.5 if squeezed else None)
-    obeys(plan(width, height, cfg), cfg)
+    obeys(layout_of(width, height, cfg), cfg)
 
 
 def test_an_image_that_is_too_wide_is_squeezed():
-    assert plan(4000, 1000, vision(vision_max_wh_ratio=2.0)) == plan(2000, 1000, CFG)
-    assert plan(1000, 4000, vision(vision_max_wh_ratio=2.0)) == plan(1000, 4000, CFG)
+    assert layout_of(4000, 1000, vision(vision_max_wh_ratio=2.0)) == layout_of(2000, 1000, CFG)
+    assert layout_of(1000, 4000, vision(vision_max_wh_ratio=2.0)) == layout_of(1000, 4000, CFG)
 
 
 def test_types_of_positions():

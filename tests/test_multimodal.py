@@ -21,7 +21,7 @@ from rich.console import Console
 import dsv4_jax as ds
 from dsv4_jax.config import Config, DataConfig, TrainConfig
 from dsv4_jax.data import packing
-from dsv4_jax.data.images import Budget, plan, read, row_budget, token_types
+from dsv4_jax.data.images import Budget, layout_of, read, row_budget, token_types
 from dsv4_jax.data.interleaved import Spans, interleave
 from dsv4_jax.data.packing import Plan, best_fit, best_fit_within, part
 from dsv4_jax.data.pipeline import Stream
@@ -57,7 +57,7 @@ def source(documents, name="s"):
         texts, layouts = [[]], []
         for item in document:
             if isinstance(item, tuple):
-                layouts.append(plan(*item, MODEL))
+                layouts.append(layout_of(*item, MODEL))
                 images.append(png(*item, len(images) + 1))
                 texts.append([])
             else:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from dsv4_jax.data.images import plan
+from dsv4_jax.data.images import layout_of
 from dsv4_jax.data.interleaved import Document, interleave
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.model.config import ModelConfig
@@ -51,7 +51,7 @@ class Drawn:
     def __init__(self, tokenizer: Tokenizer, cfg: ModelConfig):
         nothing = np.zeros(0, np.int32)
         self._tokenizer = tokenizer
-        self._start = interleave([nothing, nothing], [plan(*SIZE, cfg)], cfg.image_token_id)
+        self._start = interleave([nothing, nothing], [layout_of(*SIZE, cfg)], cfg.image_token_id)
 
     def documents(self, text: str) -> Iterator[Document]:
         """The documents that a text's lines make."""

@@ -46,8 +46,8 @@ class Layout(NamedTuple):
         return self.grid[0] * (self.grid[1] + 1) + 2
 
 
-def plan(width: int, height: int, cfg: ModelConfig) -> Layout:
-    """The layout of an image of so many pixels."""
+def layout_of(width: int, height: int, cfg: ModelConfig) -> Layout:
+    """Compute the layout of an image of `width` x `height` pixels."""
     p, square, most = cfg.vision_patch_size, cfg.vision_patch_size * cfg.vision_downsample_ratio, cfg.vision_max_n_token
     w, h = float(width), float(height)
     if cfg.vision_max_wh_ratio is not None:
@@ -115,7 +115,7 @@ def inspect(image: bytes | str | Path, cfg: ModelConfig) -> Layout:
         ImageError: if it cannot, or is so thin that nothing is left of it at its new size.
     """
     width, height = opened(image).size
-    layout = plan(width, height, cfg)
+    layout = layout_of(width, height, cfg)
     if min(layout.size[0] / width, layout.size[1] / height) * min(width, height) <= 0.5:
         raise ImageError(f"{width} x {height} is too thin: less than a pixel at {layout.size[0]} x {layout.size[1]}")
     return layout
@@ -128,7 +128,7 @@ def read(image: bytes | str | Path | Image.Image, cfg: ModelConfig) -> np.ndarra
         ImageError: if it cannot be read.
     """
     picture = opened(image).convert("RGB")
-    layout = plan(*picture.size, cfg)
+    layout = layout_of(*picture.size, cfg)
     pixels = np.asarray(ImageOps.pad(picture, layout.size, color=GREY), np.float32)
     rows, columns = layout.patches
     p = cfg.vision_patch_size
