@@ -14,7 +14,7 @@ from runs import MODEL
 from dsv4_jax.mesh import BATCH, QUICK_CPU, act_spec, ensure_mesh, row_spec
 from dsv4_jax.model.attention import Attention, count_tail, index_of, make_empty_shared, new_entries, read
 from dsv4_jax.model.params import Params
-from dsv4_jax.model.rope import frequencies, rotate, rotation
+from dsv4_jax.model.rope import compute_frequencies, compute_rotation, rotate
 from dsv4_jax.model.tables import make_chunk, make_tables
 from dsv4_jax.ops.documents import Windows
 
@@ -41,7 +41,7 @@ def whole_row(layer, x):
 def in_chunks(cfg, projected, weights):
     """The same with a cache: a ring of window keys, the tokens of unfinished windows, entries and index keys."""
     spec, m = cfg.layer_specs[0], cfg.compress_ratios[0]
-    freq = frequencies(cfg, compressed=m > 0)
+    freq = compute_frequencies(cfg, compressed=m > 0)
     behind = lambda n: jax.tree.map(lambda a: jnp.zeros((B, n, a.shape[2])), (projected.main, projected.index))
     tail = behind(count_tail(spec)) if m else None
     ring = jnp.zeros((B, cfg.window_size - 1, cfg.head_dim))
@@ -51,7 +51,7 @@ def in_chunks(cfg, projected, weights):
     for T in CHUNKS:
         tokens = jax.tree.map(lambda a, length=length, T=T: a[:, length : length + T], projected)
         place = jnp.broadcast_to(length + jnp.arange(T), (B, T))
-        chunk = make_chunk(rotation(freq, place), jnp.full((B, T), -length))
+        chunk = make_chunk(compute_rotation(freq, place), jnp.full((B, T), -length))
         lies = index = None
         if m:
             # The windows whose last token comes in this chunk; `tail` has the tokens before it.
@@ -60,7 +60,12 @@ def in_chunks(cfg, projected, weights):
             number = jnp.broadcast_to(jnp.arange(length // m, (length + T) // m), (B, (length + T) // m - length // m))
             start = number * m - length + reach
             made = new_entries(
-                cfg, spec, *tokens_with_tail, weights, Windows(start, start + m - 1, number), rotation(freq, number * m)
+                cfg,
+                spec,
+                *tokens_with_tail,
+                weights,
+                Windows(start, start + m - 1, number),
+                compute_rotation(freq, number * m),
             )
             slots = slice(length // m, (length + T) // m)
             entries = entries.at[:, slots].set(made.entries_BmK)
