@@ -85,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sample.add_argument("--seed", type=int, default=0, help="seed of the draws")
     sample.add_argument("--draft", action="store_true", help="decode with the draft blocks; prints the accepted share")
     sample.add_argument("--raw", action="store_true", help="write control characters as they are; not to a terminal")
+    rewind = commands.add_parser("rewind", help="take a run back to an earlier checkpoint; what came later is moved")
+    rewind.add_argument("run_dir", type=Path, help="folder of a run")
+    rewind.add_argument("step", type=int, help="step of the checkpoint; an unknown one lists those that there are")
     lab = commands.add_parser("optim-lab", help="compare optimizers on a small task; the same command again resumes")
     lab.add_argument("spec", type=Path, help="a Python file that defines lab()")
     lab.add_argument("--out", type=Path, help="folder of the results (default runs/optim_lab/NAME OF SPEC)")
@@ -94,7 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args, args.overrides = parser.parse_known_args(arguments)
     if args.overrides and "config" not in args:
         parser.error(f"unrecognized arguments: {' '.join(args.overrides)}")
-    run = {"plan": _plan, "data": _data, "sample": _sample, "optim-lab": _optim_lab, "report": _report}[args.command]
+    run = {
+        **{"plan": _plan, "data": _data, "sample": _sample, "rewind": _rewind, "optim-lab": _optim_lab},
+        "report": _report,
+    }[args.command]
     exit_on_error(lambda: run(args))
 
 
@@ -111,6 +117,12 @@ def _data(args: argparse.Namespace) -> None:
     from dsv4_jax.data.prepare import run
 
     run(config, SafeConsole())
+
+
+def _rewind(args: argparse.Namespace) -> None:
+    from dsv4_jax.train.fork import rewind
+
+    print(printable(rewind(args.run_dir, args.step)))
 
 
 def _need_matplotlib() -> None:

@@ -39,7 +39,7 @@ def filled(command, config=None, run="runs/default"):
         if command.where.startswith("stages.md"):
             config = "v4_flash" if "--mesh." in text else "tiny_stages"
         config = f"configs/{config}.py"
-    names = {"CONFIG": config, "RUN": run}
+    names = {"CONFIG": config, "RUN": run, "STEP": "3"}
     return [names.get(word, word) for word in re.sub(r"\0\[[^\]]*\]", "", text).split("\0")]
 
 
@@ -69,7 +69,7 @@ def parse(words, monkeypatch):
                 cli.main([*rest, "--help"])
             return
         parsed = []
-        for name in ("_plan", "_data", "_sample", "_report", "_optim_lab"):
+        for name in ("_plan", "_data", "_sample", "_rewind", "_report", "_optim_lab"):
             monkeypatch.setattr(cli, name, parsed.append)
         cli.main(rest)
         (args,) = parsed

@@ -66,5 +66,5 @@ def test_entering_the_next_stage_is_not_other_data(corpus, tmp_path):
     check_same_data(cfg, data, 5, host | {"stage": 1, "identity": data[1].identity})
     check_same_data(cfg, data, 0, {"identity": "", "config": {}})
     for step, wrong in ((5, {}), (3, {"identity": data[1].identity}), (4, {"identity": "0-0"}), (4, {"stage": 7})):
-        with pytest.raises(ds.ConfigError, match="is not that of its checkpoint"):
+        with pytest.raises(ds.ConfigError, match="is not that of checkpoint"):
             check_same_data(cfg, data, step, host | wrong)

@@ -278,7 +278,11 @@ class TrainConfig(Section):
     objective: Literal["pretrain", "draft"] = "pretrain"
     """What to train for: `pretrain` trains everything but DSpark's draft blocks, `draft` the draft blocks alone."""
     init_from: str = ""
-    """Folder of another run whose newest checkpoint gives a new run its parameters; empty: random ones."""
+    """RUN or RUN@STEP: folder of another run whose newest checkpoint, or that of a step, gives a new run its
+    parameters; steps, moments, schedule and data begin anew. Empty: random parameters."""
+    fork_from: str = ""
+    """RUN or RUN@STEP: as `init_from`, but a new run continues from that checkpoint with everything in it: moments,
+    steps, schedule and position in the data. Keys may change as at a resume. Empty: no fork."""
     new_data: bool = False
     """Start other data at its beginning when resuming; False: a resume with other documents, rows or shares than the
     checkpoint's is refused. The spelling and place of a path do not count."""
@@ -337,9 +341,11 @@ class TrainConfig(Section):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
         for key in ("checkpoint_minutes", "stop_after_minutes"):
             self.need(key, 0 <= getattr(self, key) < math.inf, "must be 0 or above")
-        for key in ("run_dir", "init_from"):
+        for key in ("run_dir", "init_from", "fork_from"):
             here = "://" not in getattr(self, key)
             self.need(key, here, "is an address: use a folder of a file system, such as a mounted bucket or disk")
+        alone = not (self.init_from and self.fork_from)
+        self.need("fork_from", alone, f"cannot stand beside train.init_from = {self.init_from!r}: give one of them")
         try:
             re.compile(self.frozen)
         except re.error as error:

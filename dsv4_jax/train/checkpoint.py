@@ -149,6 +149,7 @@ class Checkpoints:
         say: Callable[[str], None],
         part: bool = False,
         before: int | None = None,
+        step: int | None = None,
     ) -> tuple[int, Any, dict[str, Any]] | None:
         """The newest usable checkpoint, None if there is none at all: its step, state and host values.
 
@@ -158,13 +159,14 @@ class Checkpoints:
             say: told of every damaged checkpoint that is skipped.
             part: `abstract` is a part of the state; the other arrays are not read.
             before: consider only steps before this one.
+            step: consider only this step.
 
         Raises:
-            CheckpointError: if there are checkpoints and all are damaged.
+            CheckpointError: if there are checkpoints to consider and all are damaged.
             ConfigError: if the newest usable one holds other arrays than `abstract`.
         """
         self._settle()
-        name, problems = self._choose(before)
+        name, problems = self._choose(before, step)
         if not name and problems:
             lines = [f"checkpoint {which}: {problem}" for which, problem in problems]
             raise CheckpointError("\n  ".join([f"{self._folder} holds no usable checkpoint", *lines]))
@@ -242,18 +244,15 @@ class Checkpoints:
                 _delete(path)
 
     def _found(self) -> list[Path]:
-        """All checkpoints, the newest first, usable or not."""
-        if not self._folder.exists():
-            return []
-        found = [path for path in self._folder.iterdir() if _COUNTS.fullmatch(path.name)]
-        return sorted(found, key=lambda path: (int(path.stem), path.suffix == ""), reverse=True)
+        return list_checkpoints(self._folder)
 
-    def _choose(self, before: int | None) -> tuple[str, list[tuple[str, str]]]:
+    def _choose(self, before: int | None, step: int | None) -> tuple[str, list[tuple[str, str]]]:
         """Name of the newest usable checkpoint, empty if there is none; names and faults of later ones.
 
         The processes share the reading of its files.
         """
-        names = of_first([path.name for path in self._found() if before is None or int(path.stem) < before])
+        found = [path for path in self._found() if step in (None, int(path.stem))]
+        names = of_first([path.name for path in found if before is None or int(path.stem) < before])
         process, count, problems = jax.process_index(), jax.process_count(), []
         for name in names:
             faults = of_all(manifests.damage(self._folder / name, process=process, count=count))
@@ -272,24 +271,65 @@ class Checkpoints:
                 _delete(path)
 
 
-def load_model(cfg: Config, run_dir: str = "") -> DeepSeek:
-    """The model of the newest usable checkpoint of the run that `cfg` describes; stderr hears of damaged ones.
+def list_checkpoints(folder: Path) -> list[Path]:
+    """List all checkpoints in a folder, the newest first, usable or not."""
+    if not folder.exists():
+        return []
+    found = [path for path in folder.iterdir() if _COUNTS.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (int(path.stem), path.suffix == ""), reverse=True)
+
+
+def parse_source(source: str) -> tuple[Path, int | None]:
+    """Split `RUN@STEP` into a run directory and a step; `RUN` alone stands for its newest checkpoint, None.
+
+    A folder whose name ends like this is meant with a slash behind it: `RUN@3/`.
+    """
+    named = re.fullmatch(r"(.+)@(\d+)", source)
+    return (Path(named[1]), int(named[2])) if named else (Path(source), None)
+
+
+def find_checkpoint(run_dir: Path, step: int | None = None) -> Path:
+    """Find the checkpoint of a step, or the newest one; the sizes of its files are checked, their content is not.
+
+    Raises:
+        ConfigError: if there is none; it lists the steps that there are.
+        CheckpointError: if it is damaged.
+    """
+    paths = list_checkpoints(run_dir / "checkpoints")
+    candidates = [path for path in paths if step in (None, int(path.stem))]
+    if not paths:
+        raise ConfigError(f"{run_dir} holds no checkpoint")
+    if not candidates:
+        steps = ", ".join(map(str, sorted({int(path.stem) for path in paths})))
+        raise ConfigError(f"{run_dir} has no checkpoint of step {step}; it has those of steps {steps}")
+    faults = []
+    for path in candidates:
+        fault = manifests.damage(path, content=False)
+        if not fault:
+            return path
+        faults.append(f"checkpoint {path.name}: {fault}")
+    raise CheckpointError("\n  ".join([f"{run_dir} holds no usable checkpoint", *faults]))
+
+
+def load_model(cfg: Config, source: str = "") -> DeepSeek:
+    """Load the model of a checkpoint of the run that `cfg` describes, the newest usable one; stderr hears of damage.
 
     Args:
         cfg: the run.
-        run_dir: folder of another run of the same model.
+        source: another run of the same model, `RUN` or `RUN@STEP`.
 
     Raises:
-        ConfigError: if the run has no checkpoint, or one of another configuration.
+        ConfigError: if the run has no checkpoint, not that one, or one of another configuration.
         CheckpointError: if none is usable.
     """
     ensure_mesh()
-    folder = Path(run_dir or cfg.train.run_dir) / "checkpoints"
+    run_dir, step = parse_source(source) if source else (Path(cfg.train.run_dir), None)
+    find_checkpoint(run_dir, step)
     abstract = dataclasses.replace(abstract_state(cfg), opt_state=None)
-    with Checkpoints(folder, cfg.train.keep) as checkpoints:
-        found = checkpoints.restore(abstract, lambda line: print(printable(line), file=sys.stderr), part=True)
-    if found is None:
-        raise ConfigError(f"{folder} holds no checkpoint")
+    with Checkpoints(run_dir / "checkpoints", cfg.train.keep) as checkpoints:
+        say = lambda line: print(printable(line), file=sys.stderr)
+        found = checkpoints.restore(abstract, say, part=True, step=step)
+    assert found is not None
     return nnx.merge(nnx.graphdef(abstract_model(cfg)), found[1].params, found[1].buffers)
 
 

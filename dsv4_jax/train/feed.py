@@ -161,7 +161,7 @@ def fingerprint(source: Source) -> str:
     return found.hexdigest()[:16]
 
 
-def check_same_data(cfg: Config, data: list[Data], step: int, host: dict[str, Any]) -> None:
+def check_same_data(cfg: Config, data: list[Data], step: int, host: dict[str, Any], run_dir: str = "") -> None:
     """Refuse to resume a checkpoint with other data than it was read from, unless `train.new_data` allows it.
 
     A checkpoint from the end of a stage may be followed by the next one, whose plan is another but whose documents
@@ -172,6 +172,7 @@ def check_same_data(cfg: Config, data: list[Data], step: int, host: dict[str, An
         data: what each of its stages reads.
         step: steps done at the checkpoint.
         host: the checkpoint's JSON values.
+        run_dir: folder of the run that the checkpoint is of, if it is another one.
 
     Raises:
         ConfigError: with the keys of `data` that have changed.
@@ -194,9 +195,9 @@ def check_same_data(cfg: Config, data: list[Data], step: int, host: dict[str, An
     raise ConfigError(
         "\n  ".join(
             [
-                f"the data of {cfg.train.run_dir} is not that of its checkpoint {step}: going on would repeat or leave "
-                "out documents. Undo what has changed, choose another train.run_dir, or start the new data at its "
-                "beginning with --train.new-data. Changed:",
+                f"the data is not that of checkpoint {step} of {run_dir or cfg.train.run_dir}: going on would repeat "
+                "or leave out documents. Undo what has changed, choose another train.run_dir, or start the new data "
+                "at its beginning with --train.new-data. Changed:",
                 *lines,
             ]
         )

@@ -36,11 +36,12 @@ from dsv4_jax.summary import (
 )
 from dsv4_jax.terminal import SafeConsole, printable
 from dsv4_jax.train.anticipation import abstract_routes, make_route, route_shape
-from dsv4_jax.train.checkpoint import Checkpoints, load_model
+from dsv4_jax.train.checkpoint import Checkpoints, load_model, parse_source
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.deadlines import Deadlines
 from dsv4_jax.train.evaluate import evaluate, make_eval_step, unigram_entropy
 from dsv4_jax.train.feed import Data, check_same_data, counted_rows, read_data, streams
+from dsv4_jax.train.fork import find_origin
 from dsv4_jax.train.hardware import device_memory, use_compile_cache, utilisation_per_rate
 from dsv4_jax.train.loggers import find_loggers, make_loggers
 from dsv4_jax.train.metrics import Display, MetricsWriter
@@ -97,14 +98,15 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
     check_model(cfg, run_dir)
     checkpoints = Checkpoints(run_dir / "checkpoints", cfg.train.keep, cfg.train.keep_every)
     newest = checkpoints.newest()
-    if newest:
-        cfg = cfg.after(steps_done(*newest))
+    origin = find_origin(cfg, newest)
+    if origin:
+        cfg = cfg.after(steps_done(*origin))
     if cfg.optim.make:
         resolve(cfg.optim.make, "optim.make")  # a wrong name ends the command before data and devices
     find_loggers(cfg.train.loggers)
     data = read_data(cfg)
-    if newest:
-        check_same_data(cfg, data, *newest)
+    if origin:
+        check_same_data(cfg, data, *origin, "" if newest else cfg.train.fork_from)
     if cfg.model.engram_layer_ids and make_token_map(cfg.model) is None:
         raise ConfigError(
             f"model.engram_compressed_vocab_size = {cfg.model.engram_compressed_vocab_size} needs "
@@ -113,7 +115,7 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
     start_devices(cfg.train.cpu_devices, cfg.train.distributed, cfg.train.deterministic)
     use_compile_cache(cfg.train.compile_cache)
     with checkpoints:
-        leg = cfg.leg(newest[0] if newest else 0)
+        leg = cfg.leg(origin[0] if origin else 0)
         use_mesh(*dataclasses.astuple(leg.cfg.mesh))
         if jax.process_index():  # the first process speaks and writes for all
             console = Console(quiet=True)
@@ -184,18 +186,19 @@ class _Trainer:
             write_events(Path(self.cfg.train.run_dir), self.history.events)
 
     def start(self) -> TrainState:
-        """The state of the newest usable checkpoint, or that of a new run."""
-        cfg, run_dir = self.cfg, self.cfg.train.run_dir
+        """The state of the newest usable checkpoint, of the one to fork from, or that of a new run."""
+        cfg, run_dir, source = self.cfg, self.cfg.train.run_dir, self.cfg.train.fork_from
         if found := self.restored():
+            self.console.print(f"resumed     {run_dir} at step {int(found[0].step)}")
+            self.print_changes(*found)
+            return found[0]
+        if source:
+            found = self.restored(source=source)
+            assert found is not None  # `find_origin` has looked
             state, before = found
-            step, skipped = int(state.step), int(state.skipped)
-            self.console.print(f"resumed     {run_dir} at step {step}")
-            try:
-                lines = changes(before, cfg) + rate_change(before, self.cfg, step, skipped)
-            except ConfigError as error:  # of another version, accepted since the model and the arrays fit
-                lines = [f"unknown: the configuration in the checkpoint cannot be read: {error}"]
-            for line in lines:
-                self.console.print(f"changed     {line}")
+            self.event(int(state.step), "fork", f"from {source}")
+            self.print_changes(state, before)
+            self.save(state)  # the run does not need the other one any more
             return state
         state = jax.jit(lambda: init_state(cfg), compiler_options=_RUNS_ONCE)()
         if cfg.train.init_from:
@@ -204,8 +207,25 @@ class _Trainer:
             self.console.print(f"parameters  from {cfg.train.init_from}")
         return state
 
-    def restored(self, before: int | None = None) -> tuple[TrainState, dict[str, Any]] | None:
-        """The newest usable checkpoint's state, and the configuration that it was saved with; sets the history."""
+    def print_changes(self, state: TrainState, before: dict[str, Any]) -> None:
+        """Print how the configuration differs from `before`, with which the state was saved."""
+        try:
+            lines = changes(before, self.cfg) + rate_change(before, self.cfg, int(state.step), int(state.skipped))
+        except ConfigError as error:  # of another version, accepted since the model and the arrays fit
+            lines = [f"unknown: the configuration in the checkpoint cannot be read: {error}"]
+        for line in lines:
+            self.console.print(f"changed     {line}")
+
+    def restored(self, before: int | None = None, source: str = "") -> tuple[TrainState, dict[str, Any]] | None:
+        """Restore the state of a checkpoint and the history; None if there is none to choose.
+
+        Args:
+            before: consider only steps before this one.
+            source: `RUN` or `RUN@STEP`, another run; this one if empty.
+
+        Returns:
+            The state, and the configuration that it was saved with.
+        """
 
         def abstract(step: int, host: dict[str, Any]) -> TrainState:
             use_mesh(*dataclasses.astuple(self.cfg.after(steps_done(step, host)).leg(step).cfg.mesh))
@@ -214,7 +234,12 @@ class _Trainer:
             return dataclasses.replace(abstract_state(self.cfg), routes=routes)
 
         with self.timing.during("restore"):
-            found = self.checkpoints.restore(abstract, self.warn, before=before)
+            if source:
+                run_dir, at = parse_source(source)
+                with Checkpoints(run_dir / "checkpoints", self.cfg.train.keep) as others:
+                    found = others.restore(abstract, self.warn, step=at)
+            else:
+                found = self.checkpoints.restore(abstract, self.warn, before=before)
         if found is None:
             return None
         step, state, host = found
@@ -222,7 +247,7 @@ class _Trainer:
         self.cfg = self.cfg.after(steps_done(step, host))
         if planned != [leg.planned for leg in self.cfg.legs]:
             self.data = read_data(self.cfg)
-        check_same_data(self.cfg, self.data, step, host)  # `run` has looked at the newest, which may be damaged
+        check_same_data(self.cfg, self.data, step, host, source)  # `run` has looked at the newest, which may be damaged
         self.history, self.routes = History.of(host), collections.deque(state.routes)
         return dataclasses.replace(state, routes=()), host["config"]
 

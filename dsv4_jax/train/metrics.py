@@ -17,14 +17,37 @@ from dsv4_jax.train.loggers import Logger
 LINE = "loss {loss:.3f}  {tokens_per_s:,.0f} tok/s  lr {lr:.1e}"
 
 
+def drop_lines_after(run_dir: Path, step: int, rollbacks: int) -> Path:
+    """Drop the lines of `metrics.jsonl` after a step, and return its path.
+
+    A line belongs to a course of the run, between two rollbacks. The lines of earlier courses stay, also those of
+    later steps.
+
+    Args:
+        run_dir: folder of the run.
+        step: the last step to keep of the course.
+        rollbacks: number of rollbacks before the course.
+    """
+
+    def place(line: dict[str, Any]) -> tuple[int, int]:
+        return line.get("rollbacks", 0), line["step"]
+
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+    while kept and place(json.loads(kept[-1])) > (rollbacks, step):
+        kept.pop()
+    new = path.with_suffix(".new")
+    new.write_text("".join(kept))
+    new.replace(path)
+    return path
+
+
 class MetricsWriter:
     """Appends one JSON object a step to `metrics.jsonl` and gives the same scalars to the loggers."""
 
     def __init__(self, run_dir: Path | None, step: int, rollbacks: int = 0, loggers: Sequence[Logger] = ()):
-        """Open the files of a run that goes on after `step`, and drop the lines that a kill has left behind it.
-
-        A line belongs to a course of the run, between two rollbacks. What an earlier course wrote stays, also of later
-        steps.
+        """Open the files of a run that continues after `step`; drop the lines after it, which a kill may have left.
 
         Args:
             run_dir: folder of the run; without one nothing is written, as in processes after the first.
@@ -35,19 +58,7 @@ class MetricsWriter:
         self._file, self._loggers = None, loggers
         if run_dir is None:
             return
-        path = run_dir / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        kept = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
-        while kept and self._place(json.loads(kept[-1])) > (rollbacks, step):
-            kept.pop()
-        new = path.with_suffix(".new")
-        new.write_text("".join(kept))
-        new.replace(path)
-        self._file = path.open("a")
-
-    @staticmethod
-    def _place(line: dict[str, Any]) -> tuple[int, int]:
-        return line.get("rollbacks", 0), line["step"]
+        self._file = drop_lines_after(run_dir, step, rollbacks).open("a")
 
     def write(self, scalars: dict[str, float]) -> None:
         """Writes one step's scalars, of which `step` is one; what is not finite is null."""

@@ -187,6 +187,7 @@ class RunLock:
     def __init__(self, run_dir: Path):
         self._path = run_dir / "lock"
         self._file: TextIO | None = None
+        self._made = False  # whether the folder is this object's
 
     def take(self) -> None:
         """Take the lock, unless this object holds it already.
@@ -197,6 +198,7 @@ class RunLock:
         """
         while self._file is None:
             try:
+                self._made = self._made or not self._path.parent.exists()
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 file = self._path.open("a+")
             except OSError as error:
@@ -237,9 +239,11 @@ class RunLock:
             raise refused
 
     def release(self) -> None:
-        """Free the lock, if this object holds it, and delete its file."""
+        """Free the lock, if this object holds it, and delete its file, and the folder if it made that for nothing."""
         if self._file is not None:
             self._path.unlink(missing_ok=True)
+            if self._made and not any(self._path.parent.iterdir()):
+                self._path.parent.rmdir()
             self._file.close()
             self._file = None
 
