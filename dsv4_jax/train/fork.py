@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_jax.config import Config
+from dsv4_jax.section import ConfigError
 from dsv4_jax.train import manifests
 from dsv4_jax.train.checkpoint import CheckpointError, find_checkpoint, list_checkpoints, parse_source
 from dsv4_jax.train.metrics import drop_lines_after
 from dsv4_jax.train.run_dir import History, RunLock, check_model, write_events
-from dsv4_jax.validate import ConfigError
 
 
 def find_origin(cfg: Config, newest: tuple[int, dict[str, Any]] | None) -> tuple[int, dict[str, Any]] | None:
