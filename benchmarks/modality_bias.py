@@ -21,7 +21,7 @@ from dsv4_jax.data.packing import START
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.train.checkpoint import load_model
 from dsv4_jax.train.feed import read_data, streams
-from dsv4_jax.train.loop import run
+from dsv4_jax.train.run import run
 
 ROOT = Path(__file__).parent.parent
 FIGURE = ROOT / "docs" / "images" / "modality_bias.png"

@@ -89,7 +89,7 @@ def training_step() -> None:
     """The tiny model's step with AdamW and with Muon."""
     from dsv4_jax.config.files import load_config
     from dsv4_jax.mesh import act_spec, ensure_mesh
-    from dsv4_jax.train.loop import _CPU_STEP, _RUNS_ONCE
+    from dsv4_jax.train.programs import POLICY
     from dsv4_jax.train.state import init_state
     from dsv4_jax.train.step import make_train_step
 
@@ -100,8 +100,8 @@ def training_step() -> None:
         ids = np.random.default_rng(0).integers(0, 256, (cfg.data.batch_size, cfg.data.seq_len), np.int32)
         batch = dict(ids=ids, segment_ids=np.ones_like(ids), targets=ids, mtp_targets=ids)
         batch = jax.tree.map(lambda x: jax.device_put(x, act_spec(2)), batch)
-        state = jax.jit(lambda cfg=cfg: init_state(cfg), compiler_options=_RUNS_ONCE)()
-        program = jax.jit(make_train_step(cfg)).lower(state, batch).compile(compiler_options=_CPU_STEP)
+        state = jax.jit(lambda cfg=cfg: init_state(cfg), compiler_options=POLICY.once)()
+        program = jax.jit(make_train_step(cfg)).lower(state, batch).compile(compiler_options=POLICY.cpu)
         sides[name] = lambda program=program, state=state, batch=batch: program(state, batch)
     seconds = fastest(sides, 5)
     print("\n| tiny step | seconds | over AdamW |\n|---|---|---|")

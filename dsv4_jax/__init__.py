@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dsv4_jax.section import ConfigError, RunError
     from dsv4_jax.train import train
     from dsv4_jax.train.checkpoint import load_model
-    from dsv4_jax.train.loop import run
+    from dsv4_jax.train.run import run
     from dsv4_jax.weights.names import load_official, to_official
 
 __version__ = "0.1.0"
@@ -32,7 +32,7 @@ _HOMES = {
     "load_model": "train.checkpoint",
     "load_official": "weights.names",
     "model_config_from_official": "model.config",
-    "run": "train.loop",
+    "run": "train.run",
     "to_official": "weights.names",
 }
 

@@ -18,7 +18,7 @@ from typing import Any
 from dsv4_jax.config import Config
 from dsv4_jax.config.files import config_from_json, load_config, made_by, read_config
 from dsv4_jax.section import ConfigError, RunError
-from dsv4_jax.terminal import SafeConsole, printable
+from dsv4_jax.train.console import SafeConsole, printable
 
 
 def exit_on_error(command: Callable[[], None]) -> None:
@@ -51,7 +51,7 @@ def train(arguments: Sequence[str] | None = None, command_name: str = "train.py"
 
     def command() -> None:
         config = load_config(arguments[0], arguments[1:])
-        from dsv4_jax.train.loop import run
+        from dsv4_jax.train.run import run
 
         run(config)
 

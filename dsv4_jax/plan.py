@@ -40,6 +40,7 @@ def plan(config: Config, number: int = 1, topology: str | None = None) -> Iterat
     """
     if not 1 <= number <= len(config.legs):
         raise ConfigError(f"--stage {number}: the run has {len(config.legs)} stages, numbered from 1")
+    config.check_steps()
     stage = config.legs[number - 1]
     cfg = stage.cfg
     devices = slice_devices(topology, cfg.mesh) if topology else None

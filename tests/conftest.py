@@ -84,25 +84,25 @@ def golden(request) -> Golden:
 @pytest.fixture(scope="module")
 def cheap_compilation():
     """Few steps are run here: what the loop asks of XLA on CPU would not pay; and equal programs are made once."""
-    from dsv4_jax.train import loop, step
+    from dsv4_jax.train import programs, step
 
-    program = loop._Trainer.program
+    compiled = programs.Programs.compiled
 
-    def once(trainer, leg, name, state, batch):
+    def once(self, leg, name, state, batch):
         train = leg.cfg.train
         train = (train.objective, train.seed, train.steps, train.accumulate, train.frozen)
         shapes = sorted((n, x.shape, str(x.sharding)) for n, x in batch.items())
         sections = [getattr(leg.cfg, name) for name in ("model", "data", "optim", "loss", "mesh")]
         sections.append(leg.cfg.routing.bias_speed)
-        makers = loop.make_train_step, loop.make_eval_step, loop.make_route, step.make_loss
+        makers = programs.make_train_step, programs.make_eval_step, programs.make_route, step.make_loss
         key = repr((sections, train, leg.clock.batch, leg.clock.segments, name, shapes)), makers
         if key not in _PROGRAMS:
-            _PROGRAMS[key] = program(trainer, leg, name, state, batch)
+            _PROGRAMS[key] = compiled(self, leg, name, state, batch)
         return _PROGRAMS[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "_CPU_STEP", loop._RUNS_ONCE)
-        patch.setattr(loop._Trainer, "program", once)
+        patch.setattr(programs, "POLICY", programs.CompilePolicy(cpu=programs.POLICY.once))
+        patch.setattr(programs.Programs, "compiled", once)
         yield
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 import dsv4_jax as ds
 from dsv4_jax.config import DataConfig, LossConfig, ModelConfig, OptimConfig, TrainConfig
-from dsv4_jax.train.loop import run
+from dsv4_jax.train.run import run
 
 MODEL = ModelConfig(
     vocab_size=257,

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
-from rich.console import Console
 from runs import SMALL, metrics, small, timeless, train
 
 import dsv4_jax as ds
@@ -19,9 +18,9 @@ from dsv4_jax.config import AnticipationConfig, LossConfig, RoutingConfig
 from dsv4_jax.data.batch import put_batch
 from dsv4_jax.mesh import make_mesh
 from dsv4_jax.train import loop
+from dsv4_jax.train import programs as programs_module
 from dsv4_jax.train.anticipation import learned_layers, make_route, route_shape, route_type
 from dsv4_jax.train.checkpoint import load_model
-from dsv4_jax.train.deadlines import Deadlines
 from dsv4_jax.train.objectives.pretrain import losses
 from dsv4_jax.train.state import abstract_state, init_state
 from dsv4_jax.train.timing import Timing
@@ -57,14 +56,13 @@ class Programs:
     """Start, routing and step of the routed model: those that the runs here use too."""
 
     def __init__(self, cfg):
-        console = Console(quiet=True)
-        self._trainer = loop._Trainer(cfg, [], None, console, Timing(), Deadlines(cfg.train))
+        self._programs = programs_module.Programs(Timing(), lambda line: None)
         self._leg = cfg.legs[0]
         self.start = jax.jit(lambda: init_state(cfg))()
 
     def _run(self, name, state, batch):
         # A step takes the place of the state it is given.
-        return self._trainer.program(self._leg, name, state, batch)(jax.tree.map(jnp.copy, state), batch)
+        return self._programs.compiled(self._leg, name, state, batch)(jax.tree.map(jnp.copy, state), batch)
 
     def route(self, state, batch):
         return self._run("routing", state, batch)
@@ -137,10 +135,10 @@ class Log:
 
     def __init__(self, monkeypatch):
         self.states, self.batches, self.chosen = {}, {}, []
-        program = loop._Trainer.program
+        compiled = programs_module.Programs.compiled
 
-        def logged(trainer, leg, name, state, batch):
-            made = program(trainer, leg, name, state, batch)
+        def logged(programs, leg, name, state, batch):
+            made = compiled(programs, leg, name, state, batch)
 
             def run(state, batch):
                 if name == "step":
@@ -152,7 +150,7 @@ class Log:
 
             return run
 
-        monkeypatch.setattr(loop._Trainer, "program", logged)
+        monkeypatch.setattr(programs_module.Programs, "compiled", logged)
 
 
 def test_the_experts_of_step_t_are_those_of_the_parameters_d_steps_before(corpus, tmp_path, monkeypatch, programs):

@@ -161,7 +161,7 @@ def test_sources_of_the_commands_give_batches(command, folder, monkeypatch):
 
 def test_training_profile_sample_report_and_data_run(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("dsv4_jax.train.loop.start_devices", lambda *_: None)
+    monkeypatch.setattr("dsv4_jax.train.run.start_devices", lambda *_: None)
     (command,) = (c for c in COMMANDS if "--train.profile-steps" in c.words and "CONFIG" in c.words)
     more = ["--data.path", "texts/", "--train.run-dir", "runs/a", "--train.steps", "13", "--train.eval-every", "100"]
     cli.train([*filled(command, "small.py")[2:], *more])

@@ -23,9 +23,10 @@ from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.dspark import Anchors, compute_confidence, compute_slot_logits, propose
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.ops.cross_entropy import head_logits
-from dsv4_jax.train import loop
+from dsv4_jax.train import programs
 from dsv4_jax.train.checkpoint import load_model
 from dsv4_jax.train.objectives.draft import choose_anchors, draft_losses, slot_targets, weights
+from dsv4_jax.train.run import run
 from dsv4_jax.train.state import init_state
 from dsv4_jax.train.step import make_train_step
 
@@ -188,7 +189,7 @@ def test_the_draft_stage_on_a_mesh():
 @pytest.mark.usefixtures("cheap_compilation")
 def test_a_drafter_of_another_runs_model(tmp_path, monkeypatch, capsys):
     """A pre-training run leaves the draft blocks alone; a run that starts from it trains nothing else."""
-    monkeypatch.setattr(loop, "make_eval_step", lambda cfg: lambda state, batch: {"text": (1.0, 1)})
+    monkeypatch.setattr(programs, "make_eval_step", lambda cfg: lambda state, batch: {"text": (1.0, 1)})
     (tmp_path / "text").mkdir()
     for i in range(20):
         (tmp_path / "text" / f"{i}.txt").write_text("a b c d e f g h " * 4)
@@ -202,7 +203,7 @@ def test_a_drafter_of_another_runs_model(tmp_path, monkeypatch, capsys):
     said = io.StringIO()
     found = []
     for cfg in (one, two):
-        loop.run(cfg, Console(file=said, width=200))
+        run(cfg, Console(file=said, width=200))
         found.append(nnx.to_flat_state(nnx.state(load_model(cfg), nnx.Param)))
     for (path, a), (_, b), (_, c) in zip(start, *found, strict=True):
         moved = [not np.array_equal(x.get_value(), y.get_value()) for x, y in ((a, b), (b, c))]

@@ -11,7 +11,7 @@ from test_checkpoint import names, state_of
 
 from dsv4_jax.config import TrainConfig
 from dsv4_jax.section import ConfigError
-from dsv4_jax.train import loop, manifests
+from dsv4_jax.train import manifests, run
 from dsv4_jax.train.checkpoint import CheckpointError, Checkpoints
 
 
@@ -95,7 +95,7 @@ def test_a_signal_after_a_failed_save_saves(corpus, tmp_path, monkeypatch, fails
     """What was lost was the save at the signal: the failure of the one before was raised in its place."""
     failing(monkeypatch, *fails)
     stop = lambda: contextlib.nullcontext(lambda step: signal.SIGTERM if step == 4 else 0)
-    monkeypatch.setattr(loop, "stop_signals", stop)
+    monkeypatch.setattr(run, "stop_signals", stop)
     with pytest.raises(SystemExit if status else CheckpointError) as ended:
         train(small(corpus, tmp_path))
     assert not status or ended.value.code == status

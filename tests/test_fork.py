@@ -10,7 +10,7 @@ from test_resume import content
 
 import dsv4_jax as ds
 from dsv4_jax import cli
-from dsv4_jax.train import loop, manifests
+from dsv4_jax.train import manifests, run
 from dsv4_jax.train.checkpoint import load_model
 from dsv4_jax.train.run_dir import RunLock
 
@@ -151,7 +151,7 @@ def test_parameters_of_a_chosen_step(original, corpus, tmp_path):
 def test_what_cannot_be_continued_is_refused_before_device_work(
     original, run_dir, corpus, tmp_path, monkeypatch, changes, words
 ):
-    monkeypatch.setattr(loop, "start_devices", lambda *_: pytest.fail("device work"))
+    monkeypatch.setattr(run, "start_devices", lambda *_: pytest.fail("device work"))
     cfg, before = decaying(corpus, tmp_path / "new"), content(run_dir)
     with pytest.raises(ds.ConfigError, match=words):
         train(cfg.replace({f"train.{key}": text.format(run=run_dir, other=original) for key, text in changes.items()}))

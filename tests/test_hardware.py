@@ -13,11 +13,11 @@ from runs import metrics, small, train
 from dsv4_jax.config import TrainConfig
 from dsv4_jax.section import ConfigError
 from dsv4_jax.summary import operations_per_token
-from dsv4_jax.train import hardware
+from dsv4_jax.train import hardware, programs
 
 CACHED = """
 import sys, jax
-from dsv4_jax.train.hardware import use_compile_cache
+from dsv4_jax.train.programs import use_compile_cache
 jax.jit(lambda x: x + 1)(1)
 use_compile_cache(sys.argv[1])
 jax.jit(lambda x: x * 2)(1).block_until_ready()
@@ -37,7 +37,7 @@ def test_programs_are_kept_in_the_folder_unless_jax_has_one(tmp_path, given):
 def test_an_empty_folder_is_no_cache(monkeypatch):
     changed = []
     monkeypatch.setattr(jax.config, "update", lambda *what: changed.append(what))
-    hardware.use_compile_cache("")
+    programs.use_compile_cache("")
     assert not changed and TrainConfig(steps=1).compile_cache.startswith("~")
 
 

@@ -21,9 +21,9 @@ import dataclasses, os, sys
 import jax, jax.numpy as jnp
 from dsv4_jax.cli import exit_on_error
 from dsv4_jax.data import pipeline
-from dsv4_jax.train import loop
+from dsv4_jax.train import programs
 from dsv4_jax.config import *
-from dsv4_jax.train.loop import run
+from dsv4_jax.train.run import run
 import rich.console
 
 def config(run_dir):
@@ -52,8 +52,8 @@ def make_step(cfg, clock):
     return step
 
 if not SOAK:
-    loop.make_train_step = make_step
-    loop.make_eval_step = lambda cfg: lambda state, batch: {"text": (1.0, 1)}
+    programs.make_train_step = make_step
+    programs.make_eval_step = lambda cfg: lambda state, batch: {"text": (1.0, 1)}
 
 def broken(*arguments, calls=iter(range(40)), fill=pipeline.fill):
     if next(calls, None) is None:

@@ -160,7 +160,7 @@ def test_another_batch_changes_only_the_steps_to_come(corpus, tmp_path):
     np.testing.assert_allclose(rates[50:], 3e-4 + (1e-2 - 3e-4) * cosine, rtol=1e-6)
     assert rates[51] == pytest.approx(1e-2) and rates[52] < 0.999e-2
     history = manifests.read(tmp_path / "checkpoints" / "53")["host"]
-    assert history["clock"] == [[0, 0], [50, 6400], [53, 7168]]
+    assert history["progress"]["clock"] == [[0, 0], [50, 6400], [53, 7168]]
 
 
 def test_another_batch_leaves_stages_where_their_tokens_are(corpus, tmp_path):

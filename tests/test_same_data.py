@@ -45,7 +45,7 @@ def test_other_data_is_refused_before_anything_changes(half, corpus, tmp_path, m
     before = contents(run_dir)
     cfg = small(str(other), run_dir)
     with monkeypatch.context() as patch:
-        patch.setattr("dsv4_jax.train.loop.start_devices", lambda *_: pytest.fail("no device is needed for this"))
+        patch.setattr("dsv4_jax.train.run.start_devices", lambda *_: pytest.fail("no device is needed for this"))
         for changed in (cfg, small(corpus, run_dir, seed=1), cfg.replace({"data.path": corpus, "data.seq_len": 32})):
             with pytest.raises(ds.ConfigError, match=r"checkpoint 4.*--train\.new-data") as refusal:
                 train(changed)

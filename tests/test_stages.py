@@ -18,12 +18,13 @@ import dsv4_jax as ds
 from dsv4_jax.config import AnticipationConfig, MeshConfig, RoutingConfig, SpikesConfig, Stage, TrainConfig
 from dsv4_jax.config.files import config_from_json
 from dsv4_jax.mesh import make_mesh
-from dsv4_jax.train import loop
+from dsv4_jax.train import run
 from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.feed import read_data
 from dsv4_jax.train.run_dir import resolved
 from dsv4_jax.train.state import init_state, split_trained
 from dsv4_jax.train.step import make_train_step
+from dsv4_jax.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -92,7 +93,7 @@ def test_what_a_stage_may_change_and_what_not():
     with pytest.raises(ds.ConfigError, match="steps must be above 0"):
         dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, steps=0))
     with pytest.raises(ds.ConfigError, match="exceeds the 2 steps of the stages"):
-        dataclasses.replace(staged(cfg, ("a", 256, {})), train=TrainConfig(steps=3))
+        dataclasses.replace(staged(cfg, ("a", 256, {})), train=TrainConfig(steps=3)).check_steps()
 
 
 def test_stages_survive_config_json():
@@ -122,7 +123,7 @@ def test_a_run_of_stages(in_one_go, corpus):
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.slow), 6])
 def test_a_stage_resumes_where_it_stood(in_one_go, corpus, tmp_path, step, monkeypatch):
     """Also from the border of two stages: the same steps, bit for bit, as in one go."""
-    save, saved = loop._Trainer.save, []
+    save, saved = Trainer.save, []
 
     def save_and_die(trainer, state):
         save(trainer, state)
@@ -131,7 +132,7 @@ def test_a_stage_resumes_where_it_stood(in_one_go, corpus, tmp_path, step, monke
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop._Trainer, "save", save_and_die)
+        patch.setattr(Trainer, "save", save_and_die)
         train(grown(corpus, tmp_path))
     assert f"at step {step}" in train(grown(corpus, tmp_path))
     assert timeless(metrics(tmp_path)) == timeless(metrics(in_one_go[0]))
@@ -169,7 +170,7 @@ def test_the_state_goes_through_stages_that_freeze_parts(corpus, tmp_path):
     }
     counts = []
     for leg in cfg.legs:
-        after, told = jax.jit(make_train_step(leg.cfg, leg.clock))(state, loop.put_batch(batch, [0, 1], 2))
+        after, told = jax.jit(make_train_step(leg.cfg, leg.clock))(state, run.put_batch(batch, [0, 1], 2))
         pairs = zip(nnx.to_flat_state(state.params), nnx.to_flat_state(after.params), strict=True)
         moved = {path for (path, a), (_, b) in pairs if not np.array_equal(a.get_value(), b.get_value())}
         want = {path for path, _ in nnx.to_flat_state(state.params) if trains[leg.stage.name](path)}
@@ -215,7 +216,7 @@ def spiky(corpus, run_dir, *, delay=2, hold=3, **spikes):
 @pytest.fixture
 def poisoned(monkeypatch):
     """A batch of the training data, by its number from 0, that is all wrong: its targets are one rare byte."""
-    make = loop.streams
+    make = run.streams
 
     def plant(number):
         read, spot, positions = [], [None], []
@@ -250,7 +251,7 @@ def poisoned(monkeypatch):
                     positions.extend(at)
                 yield Poisoned(stream), evaluation
 
-        monkeypatch.setattr(loop, "streams", wrapped)
+        monkeypatch.setattr(run, "streams", wrapped)
         return lambda: [positions.index(p) for p in read]
 
     return plant
@@ -306,7 +307,7 @@ def test_a_kill_in_a_rolled_back_run_changes_nothing(corpus, tmp_path, poisoned,
     poisoned(7)
     want = tmp_path / "want"
     train(spiky(corpus, want, skip=-1, margin=2))
-    save, calls = loop._Trainer.save, itertools.count()
+    save, calls = Trainer.save, itertools.count()
 
     def save_and_die(trainer, state):
         save(trainer, state)
@@ -316,7 +317,7 @@ def test_a_kill_in_a_rolled_back_run_changes_nothing(corpus, tmp_path, poisoned,
 
     run_dir = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop._Trainer, "save", save_and_die)
+        patch.setattr(Trainer, "save", save_and_die)
         train(spiky(corpus, run_dir, skip=-1, margin=2))
     assert f"at step {3 if at == 3 else 6}" in train(spiky(corpus, run_dir, skip=-1, margin=2))
     assert timeless(metrics(run_dir)) == timeless(metrics(want))

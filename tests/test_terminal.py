@@ -13,8 +13,8 @@ from dsv4_jax.data.tokenizer import Bytes
 from dsv4_jax.generate import sample as sampling
 from dsv4_jax.model.token_types import IMAGE, TEXT
 from dsv4_jax.section import ConfigError
-from dsv4_jax.terminal import SafeConsole, printable
-from dsv4_jax.train import checkpoint, loop, run_dir
+from dsv4_jax.train import checkpoint, run, run_dir
+from dsv4_jax.train.console import SafeConsole, printable
 
 EVIL = "a\x1b]0;owned\x07\r\x9b31mb\u202ec\x00"
 TAME = r"a\x1b]0;owned\x07\r\x9b31mb\u202ec\x00"
@@ -48,7 +48,7 @@ def test_a_run_prints_no_control_characters_of_its_sample(corpus, tmp_path, monk
         asked.append((prompt, options))
         return EVIL, None
 
-    monkeypatch.setattr(loop, "sample", evil)
+    monkeypatch.setattr(run, "sample", evil)
     said = train(small(corpus, tmp_path, steps=2, sample_tokens=8))
     ((prompt, options),) = asked
     assert prompt.startswith("The quick brown fox number") and options == {"past_end": True}

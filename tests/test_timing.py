@@ -9,6 +9,7 @@ from runs import metrics, small, train
 
 import dsv4_jax as ds
 from dsv4_jax.train import loop
+from dsv4_jax.train.checkpoint import Checkpoints
 from dsv4_jax.train.timing import Timing
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
@@ -47,7 +48,7 @@ def test_seconds_by_hand():
 
 
 def test_a_step_that_is_evaluated_and_saved_is_not_slower(corpus, tmp_path, monkeypatch):
-    evaluate, save = loop.evaluate, loop.Checkpoints.save
+    evaluate, save = loop.evaluate, Checkpoints.save
 
     def slow(function):
         def slowly(*arguments):
@@ -57,7 +58,7 @@ def test_a_step_that_is_evaluated_and_saved_is_not_slower(corpus, tmp_path, monk
         return slowly
 
     monkeypatch.setattr(loop, "evaluate", slow(evaluate))
-    monkeypatch.setattr(loop.Checkpoints, "save", slow(save))
+    monkeypatch.setattr(Checkpoints, "save", slow(save))
     said = train(small(corpus, tmp_path, steps=5, checkpoint_every=3, eval_every=3))
     lines = metrics(tmp_path)
     tokens = [0, *(line["tokens"] for line in lines)]
@@ -70,15 +71,15 @@ def test_a_step_that_is_evaluated_and_saved_is_not_slower(corpus, tmp_path, monk
 
 
 def test_a_signal_or_an_error_inside_the_profiled_steps_leaves_their_trace(corpus, tmp_path, monkeypatch):
-    finish = loop._Trainer.finish
+    log_step = loop.log_step
 
     def at_step_4(act):
-        def finish_and(trainer, leg, scalars, more):
-            finish(trainer, leg, scalars, more)
+        def log_and(trainer, outputs, inputs, scalars, more):
+            log_step(trainer, outputs, inputs, scalars, more)
             if int(scalars["step"]) == 4:
                 act()
 
-        return finish_and
+        return log_and
 
     def fail():
         raise ds.RunError("the disk is gone")
@@ -87,7 +88,7 @@ def test_a_signal_or_an_error_inside_the_profiled_steps_leaves_their_trace(corpu
         ("signal", lambda: signal.raise_signal(signal.SIGTERM), SystemExit),
         ("error", fail, ds.RunError),
     ):
-        monkeypatch.setattr(loop._Trainer, "finish", at_step_4(act))
+        monkeypatch.setattr(loop, "log_step", at_step_4(act))
         with pytest.raises(error):
             train(small(corpus, tmp_path / name, profile_steps="3:7", eval_every=99, checkpoint_every=99))
         assert list((tmp_path / name / "profile").rglob("*.xplane.pb")), name

@@ -25,11 +25,11 @@ from dsv4_jax.generate.sample import sample
 from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.model.params import HashTable, RouterBias
 from dsv4_jax.optim.schedules import Clock
-from dsv4_jax.train import loop
+from dsv4_jax.train import loop, run
 from dsv4_jax.train import step as step_module
 from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
-from dsv4_jax.train.metrics import Display
+from dsv4_jax.train.console import Display
 from dsv4_jax.train.objectives.pretrain import losses
 from dsv4_jax.train.state import init_state, schedule
 from dsv4_jax.train.step import make_train_step, update_biases
@@ -252,7 +252,7 @@ def poisoned_loss(cfg, objective, make=step_module.make_loss):
 @pytest.fixture
 def poison(monkeypatch):
     """Batches that are marked by POISON have an objective of NaN, others their own; marks the calls named."""
-    put_it = loop.put_batch
+    put_it = run.put_batch
 
     def mark(numbers):
         calls = itertools.count()  # the first one is an example for the compiler
@@ -262,7 +262,7 @@ def poison(monkeypatch):
                 batch = batch | {"mtp_targets": np.full_like(batch["mtp_targets"], POISON)}
             return put_it(batch, own, rows)
 
-        monkeypatch.setattr(loop, "put_batch", put_marked)
+        monkeypatch.setattr(run, "put_batch", put_marked)
 
     monkeypatch.setattr(step_module, "make_loss", poisoned_loss)
     return mark
@@ -308,7 +308,7 @@ def test_too_many_bad_steps_end_the_run(corpus, tmp_path, poison):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_same_command_goes_on(small_straight, corpus, tmp_path, number, monkeypatch):
-    put_it, calls = loop.put_batch, itertools.count()
+    put_it, calls = run.put_batch, itertools.count()
 
     def put_and_signal(*arguments, **own):
         if next(calls) == 5:
@@ -316,7 +316,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(small_straight, corpus, tmp
         return put_it(*arguments, **own)
 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(loop, "put_batch", put_and_signal)
+        patch.setattr(run, "put_batch", put_and_signal)
         train(small(corpus, tmp_path))
     assert stop.value.code == 128 + number
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5]

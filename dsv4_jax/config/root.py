@@ -122,7 +122,16 @@ class Config(Section):
         devices = {(leg.cfg.mesh.data * leg.cfg.mesh.expert * leg.cfg.mesh.context) for leg in self.legs}
         if len(devices) > 1:
             raise ConfigError(f"all stages must have a mesh of the same number of devices, found {sorted(devices)}")
-        if self.train.steps > self.legs[-1].last:
+
+    def check_steps(self) -> None:
+        """Refuse `train.steps` beyond the stages.
+
+        Call it on what `after` returns, for a run that continues: steps that are done may have had another batch size.
+
+        Raises:
+            ConfigError: with the number of steps of the stages.
+        """
+        if self.stages and self.train.steps > self.legs[-1].last:
             raise ConfigError(
                 f"train.steps = {self.train.steps} exceeds the {self.legs[-1].last} steps of the stages; raise the "
                 "last stage's `until`"

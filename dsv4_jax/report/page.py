@@ -12,7 +12,7 @@ import numpy as np
 
 from dsv4_jax.report.charts import draw_charts, human
 from dsv4_jax.report.read import Run, read_run
-from dsv4_jax.terminal import printable
+from dsv4_jax.train.console import printable
 
 EVENTS = 200  # most events of a run in the table: the last ones
 MISSING = "-"

@@ -36,9 +36,9 @@ def train(cfg: "Config", console: "Console | None" = None) -> Result:
         console: where lines are printed; stdout if absent.
 
     Raises:
-        ConfigError, RunError: see `loop.run`.
+        ConfigError, RunError: see `run.run`.
     """
-    from dsv4_jax.train.loop import run
+    from dsv4_jax.train.run import run
 
     state = run(cfg, console)
     path = Path(cfg.train.run_dir) / "metrics.jsonl"
@@ -47,7 +47,7 @@ def train(cfg: "Config", console: "Console | None" = None) -> Result:
 
 
 class _Callable(types.ModuleType):
-    """A package that can be called; `import dsv4_jax.train.loop` would otherwise hide a function of its name."""
+    """A package that can be called; `import dsv4_jax.train.run` would otherwise hide a function of its name."""
 
     __call__ = staticmethod(train)
 

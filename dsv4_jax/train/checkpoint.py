@@ -29,8 +29,8 @@ from dsv4_jax.config import Config
 from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.section import ConfigError, RunError
-from dsv4_jax.terminal import printable
 from dsv4_jax.train import manifests
+from dsv4_jax.train.console import printable
 from dsv4_jax.train.processes import of_all, of_first
 from dsv4_jax.train.state import abstract_model, abstract_state
 

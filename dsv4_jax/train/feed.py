@@ -25,6 +25,7 @@ from dsv4_jax.data.sources import Source, open_sources
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.mesh import row_spec
 from dsv4_jax.section import ConfigError
+from dsv4_jax.train.history import History
 
 
 class Data(NamedTuple):
@@ -177,7 +178,8 @@ def check_same_data(cfg: Config, data: list[Data], step: int, host: dict[str, An
     Raises:
         ConfigError: with the keys of `data` that have changed.
     """
-    identity, stage, leg = host.get("identity", ""), host.get("stage", 0), cfg.leg(step)
+    progress, leg = History.from_host(host).progress, cfg.leg(step)
+    identity, stage = progress.identity, progress.stage
     if not identity or cfg.train.new_data:
         return
     if stage == leg.number and identity == data[stage].identity:

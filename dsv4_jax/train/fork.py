@@ -9,8 +9,9 @@ from dsv4_jax.config import Config
 from dsv4_jax.section import ConfigError
 from dsv4_jax.train import manifests
 from dsv4_jax.train.checkpoint import CheckpointError, find_checkpoint, list_checkpoints, parse_source
+from dsv4_jax.train.history import History
 from dsv4_jax.train.metrics import drop_lines_after
-from dsv4_jax.train.run_dir import History, RunLock, check_model, write_events
+from dsv4_jax.train.run_dir import RunLock, check_model, write_events
 
 
 def find_origin(cfg: Config, newest: tuple[int, dict[str, Any]] | None) -> tuple[int, dict[str, Any]] | None:
@@ -79,7 +80,7 @@ def rewind(run_dir: Path, step: int) -> str:
     try:
         if fault := manifests.damage(path):
             raise CheckpointError(f"checkpoint {path.name} of {run_dir} is damaged: {fault}")
-        history = History.of(manifests.read(path)["host"])
+        history = History.from_host(manifests.read(path)["host"])
         later = [other for other in list_checkpoints(run_dir / "checkpoints") if int(other.stem) > step]
         number = 1
         while (run_dir / "rewound" / str(number)).exists():
@@ -93,7 +94,7 @@ def rewind(run_dir: Path, step: int) -> str:
             manifests.to_disk(folder)
         for other in later:  # the newest first: whatever is left is a run up to some step
             other.rename(aside / "checkpoints" / other.name)
-        drop_lines_after(run_dir, step, history.rollbacks)
+        drop_lines_after(run_dir, step, history.recovery.rollbacks)
         write_events(run_dir, history.events)
     finally:
         lock.release()

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Use the devices: cache compiled programs on disk, measure the share of the peak and the memory in use."""
 
-import hashlib
-import os
-import platform
-from pathlib import Path
-
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from dsv4_jax.config import Config
 from dsv4_jax.summary import operations_per_token
@@ -20,28 +14,6 @@ PEAK_FLOPS = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
-
-
-def use_compile_cache(folder: str) -> None:
-    """Keep compiled programs in `folder` (`~` is the home folder); empty: keep none.
-
-    A folder that JAX was given already, by JAX_COMPILATION_CACHE_DIR or in Python, stays. Programs for the CPU lie in a
-    subfolder for the kind of CPU, since home folders are shared by machines and such code runs on its own kind only.
-    """
-    if not folder or jax.config.values.get("jax_compilation_cache_dir"):
-        return
-    path = Path(os.path.expanduser(folder))
-    if jax.default_backend() == "cpu":
-        path /= "cpu-" + hashlib.sha256(_cpu().encode()).hexdigest()[:8]
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    compilation_cache.reset_cache()  # if this process has compiled before, JAX has noted that there is no cache
-
-
-def _cpu() -> str:
-    """Return the instruction sets of the CPU, or what is known of it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def peak_flops(given: float) -> float:

@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes and shows: metrics.jsonl, its loggers, a live progress line."""
+"""Write the metrics of a run: metrics.jsonl, and the same scalars to loggers."""
 
 import contextlib
 import json
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 from dsv4_jax.train.loggers import Logger
-
-LINE = "loss {loss:.3f}  {tokens_per_s:,.0f} tok/s  lr {lr:.1e}"
 
 
 def drop_lines_after(run_dir: Path, step: int, rollbacks: int) -> Path:
@@ -37,10 +31,18 @@ def drop_lines_after(run_dir: Path, step: int, rollbacks: int) -> Path:
     kept = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
     while kept and place(json.loads(kept[-1])) > (rollbacks, step):
         kept.pop()
-    new = path.with_suffix(".new")
-    new.write_text("".join(kept))
-    new.replace(path)
+    _replace(path, kept)
     return path
+
+
+def _replace(path: Path, lines: list[str]) -> None:
+    new = path.with_suffix(".new")
+    new.write_text("".join(lines))
+    new.replace(path)
+
+
+def _finite(scalars: dict[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in scalars.items()}
 
 
 class MetricsWriter:
@@ -64,11 +66,25 @@ class MetricsWriter:
         """Writes one step's scalars, of which `step` is one; what is not finite is null."""
         if self._file is None:
             return
-        finite = {name: value if math.isfinite(value) else None for name, value in scalars.items()}
+        finite = _finite(scalars)
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
         for logger in self._loggers:
             logger.write(finite)
+
+    def add(self, step: int, scalars: dict[str, float]) -> None:
+        """Add scalars to the line of a step, the last one so far; without that line they go to the loggers alone."""
+        if self._file is None:
+            return
+        path, finite = Path(self._file.name), _finite(scalars)
+        lines = path.read_text().splitlines(keepends=True)
+        if lines and json.loads(lines[-1])["step"] == step:
+            self._file.close()
+            lines[-1] = json.dumps(json.loads(lines[-1]) | finite) + "\n"
+            _replace(path, lines)
+            self._file = path.open("a")
+        for logger in self._loggers:
+            logger.write({"step": step} | finite)
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -79,39 +95,3 @@ class MetricsWriter:
                 stack.enter_context(self._file)
                 for logger in self._loggers:
                     stack.callback(logger.close)
-
-
-class Display:
-    """A live line on a terminal, a plain line every few seconds elsewhere."""
-
-    def __init__(self, console: Console, steps: int, done: int, every_s: float = 10.0):
-        self._console, self._steps, self._every_s, self._last = console, steps, every_s, 0.0
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[line]}"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task("train", total=steps, completed=done, line="compiling")
-        self._spent, self._count = 0.0, 0
-
-    def __enter__(self) -> "Display":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._progress.stop()
-
-    def update(self, scalars: dict[str, float], seconds: float) -> None:
-        """Shows a finished step, which took so long; compiling, evaluating and saving are not in the time left."""
-        line, step, now = LINE.format(**scalars), int(scalars["step"]), time.monotonic()
-        self._spent, self._count = self._spent + seconds, self._count + 1
-        self._progress.update(self._task, completed=step, line=line)
-        if not self._console.is_terminal and (now - self._last > self._every_s or step == self._steps):
-            self._last = now
-            left = self._spent / self._count * (self._steps - step)
-            self._console.print(f"step {step}/{self._steps}  {line}  ETA {left:.0f} s", highlight=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run keeps beside its arrays: its folder's lock, config.json and events.jsonl; the history in a checkpoint."""
+"""The files of a run directory beside checkpoints and metrics: its lock, config.json and events.jsonl."""
 
 import dataclasses
 import fcntl
@@ -16,66 +16,9 @@ from jax.experimental import multihost_utils
 from dsv4_jax.config import Config
 from dsv4_jax.config.files import config_from_json, read_config, with_new_names
 from dsv4_jax.config.root import ResolvedStage
-from dsv4_jax.data.packing import START
 from dsv4_jax.model.compute import COMPUTE_KEYS
 from dsv4_jax.section import ConfigError, RunError, deferred_rules
-from dsv4_jax.train.spikes import Recent
 from dsv4_jax.train.state import schedule
-
-
-@dataclasses.dataclass
-class History:
-    """What decides how a run goes on, beside its arrays: JSON in every checkpoint.
-
-    Attributes:
-        tokens: real tokens read.
-        stage: number of the stage.
-        position: of the next row in its data.
-        identity: of that data.
-        skip: batches to leave out first.
-        recent: what the detector of spikes remembers.
-        spikes: how many there were.
-        rollbacks: how often the run went back.
-        furthest: step of the furthest spike that it went back from.
-        tries: how often it went back without getting past that.
-        hold: routing is anticipatory in steps up to this one, if `routing.anticipation.mode = auto`.
-        routed: for each batch whose experts are chosen already, the steps done when they were.
-        routes: shape of each of those choices.
-        events: what happened, in order.
-        clock: (steps, tokens) of the steps done, as `Clock.until` lists them: another batch changes only what follows.
-    """
-
-    tokens: int = 0
-    stage: int = 0
-    position: tuple[int, ...] = START
-    identity: str = ""
-    skip: int = 0
-    recent: Recent = dataclasses.field(default_factory=Recent)
-    spikes: int = 0
-    rollbacks: int = 0
-    furthest: int = 0
-    tries: int = 0
-    hold: int = 0
-    routed: list[int] = dataclasses.field(default_factory=list)
-    routes: list[int] = dataclasses.field(default_factory=list)
-    events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    clock: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-
-    @classmethod
-    def of(cls, host: dict[str, Any]) -> "History":
-        """From what `dataclasses.asdict` made of one; unknown values are left out."""
-
-        def known(part: type[Any], values: dict[str, Any]) -> dict[str, Any]:
-            return {f.name: values[f.name] for f in dataclasses.fields(part) if f.name in values}
-
-        found = known(cls, host)
-        found["recent"] = Recent(**known(Recent, found.get("recent", {})))
-        return cls(**found)
-
-    def enter(self, leg: ResolvedStage, identity: str) -> None:
-        """Begins a stage, or other data, at its beginning."""
-        self.stage, self.identity, self.position = leg.number, identity, START
-        self.recent, self.routed = Recent(), []
 
 
 def resolved(cfg: Config) -> dict[str, Any]:
@@ -87,21 +30,6 @@ def changes(before: dict[str, Any], cfg: Config) -> list[str]:
     """List the keys whose values differ from a saved configuration, except `train.run_dir` and `train.steps`."""
     known = resolved(config_from_json(before))
     return _differences(known, resolved(cfg)) + _removed(with_new_names(before), known)
-
-
-def steps_done(step: int, host: dict[str, Any]) -> tuple[tuple[int, int], ...]:
-    """Return (steps, tokens) of the steps done at a checkpoint, as `Clock.until` lists them.
-
-    A checkpoint of an older version, which does not hold them, counted all its steps by its own configuration.
-
-    Args:
-        step: steps done.
-        host: the JSON values of the checkpoint.
-    """
-    if clock := host.get("clock"):
-        return tuple((steps, tokens) for steps, tokens in clock)
-    with deferred_rules():
-        return config_from_json(host["config"]).legs[0].clock.until(step)
 
 
 def rate_change(before: dict[str, Any], cfg: Config, step: int, skipped: int) -> list[str]:
