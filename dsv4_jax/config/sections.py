@@ -194,16 +194,16 @@ class LossConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnticipationConfig(Section):
-    """Anticipatory routing (V4 section 4.2.3): experts are chosen by the parameters of some steps before."""
+    """Anticipatory routing (V4 section 4.2.3): choose the experts of a batch with the parameters of an earlier step."""
 
     prefix = "routing.anticipation."
 
     mode: Literal["off", "on", "auto"] = "off"
-    """auto: a spike of the loss or of the gradient rolls the run back, and routing is anticipatory for a while."""
+    """`auto`: off until a spike (`spikes`) rolls the run back, then on up to `hold` steps after it."""
     delay: int = 8
-    """Steps from the choice of the experts to its use; 0 is the same as off."""
+    """Age of the parameters that choose the experts, in steps. 0 is the same as `off`."""
     hold: int = 200
-    """auto: it stays on for so many steps beyond the step of the spike; 0: the run is only rolled back."""
+    """Steps after the spike until `auto` turns anticipatory routing off again. 0: only roll back."""
 
     def _check(self) -> None:
         for key in ("delay", "hold"):
@@ -212,10 +212,10 @@ class AnticipationConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingConfig(Section):
-    """How the experts are kept balanced, and how tokens are routed in an unstable run."""
+    """Balance of the experts, and routing in an unstable run."""
 
     bias_speed: float = 1e-3
-    """Step of the router biases after every optimizer step, against the sign of an expert's excess load."""
+    """Change of a router bias in every optimizer step: up if its expert had less than the mean load, down if more."""
     anticipation: AnticipationConfig = AnticipationConfig()
 
     def _check(self) -> None:
@@ -224,26 +224,27 @@ class RoutingConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpikesConfig(Section):
-    """What counts as a spike, and what a run that rolls back does (routing.anticipation.mode = auto).
+    """Detection of spikes, and rollback from them (routing.anticipation.mode = auto; otherwise they are only recorded).
 
-    A value is a spike if it exceeds the median of the steps before by so many spreads: 1.48 times the median
-    distance from it, the standard deviation of a normal distribution.
+    A step is above the threshold if its value exceeds the median of the last `window` steps by more than `loss` or
+    `grad_norm` spreads. A spread is 1.48 times the median distance from that median, which is the standard deviation
+    of a normal distribution.
     """
 
     window: int = 128
-    """Last steps that are compared with; there is no spike before a quarter of them."""
+    """Number of past steps to compare with. Detection starts when a quarter of them is filled."""
     loss: float = 10.0
-    """Spreads of the loss, which count as 1 % of the median at least; 0: the loss is not watched."""
+    """Threshold of the loss, in spreads; a spread is at least 1 % of the median. 0: do not watch the loss."""
     grad_norm: float = 10.0
-    """Spreads of the logarithm of the gradient's norm, which count as 0.1 at least; 0: it is not watched."""
+    """Threshold of the logarithm of the gradient norm, in spreads; a spread is at least 0.1. 0: do not watch it."""
     steps: int = 1
-    """Steps in a row that exceed it."""
+    """Consecutive steps above the threshold that make a spike."""
     margin: int = 0
-    """The checkpoint that the run goes back to is older than the first of these steps by more than so many."""
+    """Roll back to a checkpoint more than `margin` steps before the first spiking step."""
     skip: int = 0
-    """Batches that are left out after going back; -1: all up to that of the spike."""
+    """Batches to skip after a rollback. -1: every batch up to and including the one that spiked."""
     limit: int = 3
-    """Times that the run goes back without getting past the spike, after which it ends."""
+    """Rollbacks allowed at one spike; if the run still does not get past it, it ends with an error."""
 
     def _check(self) -> None:
         self.need_positive("window steps limit")
@@ -269,66 +270,66 @@ class MeshConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
-    """How long to run, and what to write when."""
+    """Length of the run, its files, and the processes and devices that make it."""
 
     steps: int = 0
-    """Optimizer steps in all; 0: those of the stages."""
+    """Total number of optimizer steps. 0: those of the stages."""
     frozen: str = ""
-    """Regular expression of paths of parameters that stay as they are, beside those that the objective leaves alone."""
+    """Regular expression of parameter paths to freeze, in addition to those the objective freezes."""
     objective: Literal["pretrain", "draft"] = "pretrain"
     """What to train for: `pretrain` trains everything but DSpark's draft blocks, `draft` the draft blocks alone."""
     init_from: str = ""
-    """RUN or RUN@STEP: folder of another run whose newest checkpoint, or that of a step, gives a new run its
-    parameters; steps, moments, schedule and data begin anew. Empty: random parameters."""
+    """Start a new run from the parameters of another, RUN (its newest checkpoint) or RUN@STEP. Optimizer state, step
+    count, schedule and data start anew. Empty: random parameters."""
     fork_from: str = ""
-    """RUN or RUN@STEP: as `init_from`, but a new run continues from that checkpoint with everything in it: moments,
-    steps, schedule and position in the data. Keys may change as at a resume. Empty: no fork."""
+    """Start a new run as the continuation of another, RUN or RUN@STEP: with its parameters, optimizer state, step
+    count, schedule and position in the data. Other keys may change as at a resume. Empty: no fork."""
     new_data: bool = False
-    """Start other data at its beginning when resuming; False: a resume with other documents, rows or shares than the
-    checkpoint's is refused. The spelling and place of a path do not count."""
+    """Resume with other data, from its beginning. False: refuse documents, row lengths or shares that differ from the
+    checkpoint's. The spelling and place of a path do not count."""
     seed: int = 0
-    """Seed of the initial parameters, of the data's order and of the samples."""
+    """Seed of the initial parameters, the order of the data and the samples."""
     run_dir: str = "runs/default"
-    """Folder of the run. The same command again resumes it."""
+    """Folder of the run. The same command resumes the run in it."""
     eval_every: int = 100
-    """Steps between evaluations on held-out documents; there is one at the end too."""
+    """Steps between evaluations on held-out documents. There is one after the last step too."""
     eval_batches: int = 16
-    """Batches of an evaluation; fewer if there is less held-out text."""
+    """Maximum number of batches of an evaluation; fewer if there is less held-out text."""
     checkpoint_every: int = 100
-    """Steps between checkpoints; there is one at the end too."""
+    """Steps between checkpoints. There is one after the last step too."""
     checkpoint_minutes: float = 0.0
-    """Save a checkpoint also when the last one is this many minutes old; 0: by steps alone."""
+    """Also save a checkpoint when the last one is this many minutes old. 0: by steps alone."""
     stop_after_minutes: float = 0.0
-    """Save and stop after this many minutes, from the start of the command, with exit status 143 as after SIGTERM; the
-    same command goes on. For a time limit of a cluster. 0: never."""
+    """Save and stop this many minutes after the start of the command, with exit status 143 as after SIGTERM: for the
+    time limit of a cluster. The same command resumes. 0: never."""
     keep: int = 2
-    """Newest checkpoints to keep; one from before the decay of the learning rate stays too."""
+    """Number of newest checkpoints to keep. The newest one from before the learning rate's decay stays too."""
     keep_every: int = 0
-    """Checkpoints at multiples of so many steps are kept for ever; 0: none."""
+    """Also keep every checkpoint whose step is a multiple of this, permanently. 0: none."""
     bad_steps: int = 10
-    """Steps in a row with an objective or gradient that is not finite, each skipped whole, after which the run ends."""
+    """End the run after this many consecutive steps without a finite objective or gradient. Each changes nothing."""
     loggers: tuple[str, ...] = ("tensorboard",)
-    """Where the metrics of every step go beside metrics.jsonl: tensorboard, wandb, or a function of yours that makes a
-    logger, module:function or path/to/file.py:function (docs/extending.md)."""
+    """Destinations of the metrics beside metrics.jsonl: `tensorboard`, `wandb`, or your own function that makes a
+    logger, `module:function` or `path/to/file.py:function` (docs/extending.md)."""
     profile_steps: str = ""
-    """FIRST:LAST writes a trace of the steps from FIRST up to but without LAST into the run's `profile`, for xprof."""
+    """Steps to trace for xprof, FIRST:LAST without LAST itself, into the folder `profile` of the run. Empty: none."""
     sample_tokens: int = 256
-    """Tokens to sample at the end, after the start of a held-out document; 0: none."""
+    """Number of tokens to sample at the end, as the continuation of a held-out document. 0: none."""
     accumulate: int = 1
-    """Parts of a batch that are computed one after another; the result is that of the whole batch."""
+    """Number of parts of a batch that are computed one after another, to save memory. The loss is the whole batch's."""
     cpu_devices: int = 0
-    """Run on the CPU as this many devices (of each process); 0: the devices that there are."""
+    """Emulate this many devices per process on the CPU. 0: use the devices that there are."""
     distributed: str = ""
-    """Several processes, each started with the same command. HOST:PORT,COUNT,NUMBER: where process 0 listens, how
-    many there are, which this is. auto: as JAX finds them on Cloud TPU and under SLURM, Kubernetes or MPI. Empty: one
-    process."""
+    """Run as several processes, each started with the same command. HOST:PORT,COUNT,NUMBER: the address of process 0,
+    the number of processes, and the number of this one. `auto`: as JAX finds them on Cloud TPU and under SLURM,
+    Kubernetes or MPI. Empty: one process."""
     compile_cache: str = "~/.cache/dsv4_jax/programs"
-    """Folder of compiled programs, which later starts read instead of compiling; empty: none. A folder that JAX was
-    given, as by JAX_COMPILATION_CACHE_DIR, comes first."""
+    """Folder that keeps compiled programs, so that later starts need not compile again. A folder given to JAX itself,
+    as by JAX_COMPILATION_CACHE_DIR, takes precedence. Empty: none."""
     peak_flops: float = 0.0
-    """Operations a second that one device can make, for the metric `mfu`; 0: by the kind of device, where known."""
+    """Peak of one device in FLOP/s, for the metric `mfu`. 0: by the kind of device, where known."""
     deterministic: bool = False
-    """Have a GPU give the same bits every time, at some cost. CPU and TPU do so anyway."""
+    """Make runs on GPUs repeat bit for bit, at some cost in speed. Those on CPU and TPU always do."""
 
     def __post_init__(self) -> None:
         names = (n if n in ("tensorboard", "wandb") else reference(n, "train.loggers") for n in self.loggers)

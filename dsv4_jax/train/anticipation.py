@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Anticipatory routing: experts that are chosen some steps before they are used (V4 section 4.2.3).
+"""Anticipatory routing: choose experts some steps before they are used (V4 section 4.2.3).
 
 At step t one forward pass with the parameters and biases of step t chooses the experts of the batch of step t + d.
 At step t + d these are used, with weights from the scores of that step.
@@ -24,17 +24,17 @@ from dsv4_jax.train.state import TrainState, abstract_model
 
 
 def learned_layers(cfg: ModelConfig) -> list[int]:
-    """Layers whose router chooses."""
+    """List the layers whose router is learned; the others look experts up by token id."""
     return [i for i, spec in enumerate(cfg.layer_specs) if not spec.hashed]
 
 
 def route_type(cfg: ModelConfig) -> Any:
-    """The smallest type that numbers the experts."""
+    """Return the smallest integer type that numbers the experts."""
     return jnp.uint8 if cfg.n_routed_experts <= 256 else jnp.uint16
 
 
 def route_shape(cfg: ModelConfig, batch: Batch) -> tuple[int, ...]:
-    """Shape of the choice for a batch."""
+    """Return the shape of the choice for a batch: [B, S, learned layers, k]."""
     return *batch["ids"].shape, len(learned_layers(cfg)), cfg.n_activated_experts
 
 
@@ -94,9 +94,9 @@ class RouteQueue:
 
 
 def make_route(cfg: Config) -> Callable[[TrainState, Batch], jax.Array]:
-    """The experts of a batch's tokens in all learned layers, [B, S, layers, k], by the state's parameters and biases.
+    """Return a function of state and batch that chooses the experts of every token, [B, S, learned layers, k].
 
-    The batch is computed in the parts of a training step.
+    It uses the parameters and biases of the state. The batch is computed in the same parts as in a training step.
     """
     graphdef, layers = nnx.graphdef(abstract_model(cfg)), learned_layers(cfg.model)
 
@@ -109,9 +109,10 @@ def make_route(cfg: Config) -> Callable[[TrainState, Batch], jax.Array]:
 
         if cfg.train.accumulate == 1:
             return part(batch)
-        found = jax.lax.map(part, accumulation_parts(batch, cfg.train.accumulate))
+        parts = jax.lax.map(part, accumulation_parts(batch, cfg.train.accumulate))
+        # [parts, B / parts, S, layers, k] to [B, S, layers, k] on every device, without an exchange.
         spec = act_spec(4)
-        joined = jax.shard_map(lambda x: x.reshape(-1, *x.shape[2:]), in_specs=jax.P(None, *spec), out_specs=spec)
-        return joined(found)
+        join = jax.shard_map(lambda x: x.reshape(-1, *x.shape[2:]), in_specs=jax.P(None, *spec), out_specs=spec)
+        return join(parts)
 
     return route

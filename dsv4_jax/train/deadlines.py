@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide by the clock when a run saves and when it stops."""
+"""Decide by time when a run saves and when it stops."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from dsv4_jax.config import TrainConfig
 
-EVERY = 10  # steps between the questions of several processes to the first one, each of which waits for the devices
+EVERY = 10  # steps between two agreements of several processes on the time; each waits for the devices
 
 
 class Deadlines:
@@ -22,13 +22,13 @@ class Deadlines:
         self._start = self._saved = clock()
 
     def saved(self) -> None:
-        """Count the minutes to the next save from now."""
+        """Start the time to the next save anew."""
         self._saved = self._clock()
 
     def passed(self, step: int) -> tuple[bool, bool]:
         """Return whether to save and whether to stop after a step.
 
-        Several processes must decide alike, so they all do what the clock of process 0 gives, every `EVERY` steps.
+        Several processes must decide alike: all follow the clock of process 0, every `EVERY` steps.
         """
         now = self._clock()
         save = 0 < self._save_s <= now - self._saved

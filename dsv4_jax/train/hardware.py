@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Use the devices: cache compiled programs on disk, measure the share of the peak and the memory in use."""
+"""Measure the use of the devices: the share of their peak, and their memory."""
 
 import jax
 
@@ -17,7 +17,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(given: float) -> float:
-    """Return the operations a second that one device can make: `given`, or by the kind of device; 0: unknown."""
+    """Return the peak of one device in FLOP/s: `given`, or by the kind of device; 0 if unknown."""
     kind = jax.devices()[0].device_kind
     return given or next((peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)), 0.0)
 
@@ -25,7 +25,7 @@ def peak_flops(given: float) -> float:
 def utilisation_per_rate(cfg: Config) -> float:
     """Return the model FLOP utilisation at one token a second; 0 if the peak is unknown.
 
-    It is 0 too where only a part of the model is trained, which takes fewer operations than `operations_per_token`.
+    Also 0 if only a part of the model is trained, which takes fewer operations than `operations_per_token` counts.
     """
     peak = peak_flops(cfg.train.peak_flops)
     part = cfg.train.objective != "pretrain" or cfg.train.frozen or cfg.model.attention == "warmup"
@@ -35,7 +35,7 @@ def utilisation_per_rate(cfg: Config) -> float:
 
 
 def device_memory() -> dict[str, float]:
-    """Return the bytes in use now and at most so far, on the fullest device of this process; nothing on CPUs."""
+    """Return bytes in use, now and at the peak so far, on the fullest device of this process; nothing on CPUs."""
     stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
     names = {"memory_in_use": "bytes_in_use", "memory_peak": "peak_bytes_in_use"}
     return {name: max(s[key] for s in stats) for name, key in names.items() if stats and all(key in s for s in stats)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers: where the scalars of every step go, beside `metrics.jsonl` (`train.loggers`)."""
+"""Loggers: destinations of the scalars of every step, beside `metrics.jsonl` (`train.loggers`)."""
 
 import hashlib
 import importlib.util
@@ -23,7 +23,8 @@ class Logger(Protocol):
     def write(self, scalars: Scalars) -> None:
         """Write the scalars of one step, with its number as `step`; None stands for what is not finite.
 
-        After a rollback the numbers of steps repeat.
+        After a rollback step numbers repeat. An evaluation that a resumed command makes up for comes alone, with the
+        number of its step.
         """
         ...
 
@@ -33,7 +34,7 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    """Writes TensorBoard files into the folder `tensorboard` of the run."""
+    """Write TensorBoard files into the folder `tensorboard` of the run."""
 
     def __init__(self, cfg: Config, run_dir: Path, step: int):
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
@@ -50,12 +51,12 @@ class TensorBoard:
 
 
 class WandB:
-    """Sends scalars to Weights & Biases. Its own variables (WANDB_PROJECT, WANDB_MODE, ...) choose where and how."""
+    """Send scalars to Weights & Biases. Its own variables (WANDB_PROJECT, WANDB_MODE, ...) choose where and how."""
 
     def __init__(self, cfg: Config, run_dir: Path, step: int):
         import wandb  # ty: ignore[import-not-found]  # an extra
 
-        # The same folder is the same run there, so a resumed run goes on in it.
+        # The name of the folder gives the id, so that a resumed run continues there.
         name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
         self._run = wandb.init(id=name, name=run_dir.name, dir=str(run_dir), config=resolved(cfg), resume="allow")
         # Its own count of steps cannot go back, which a rollback does: the number of the step is a scalar instead.
@@ -74,7 +75,7 @@ _NAMED: dict[str, Callable[[Config, Path, int], Logger]] = {"tensorboard": Tenso
 
 
 def find_loggers(names: tuple[str, ...]) -> list[Callable[[Config, Path, int], Logger]]:
-    """Return the functions of configuration, run folder and steps done that make the named loggers.
+    """Return the functions that make the named loggers, from the configuration, the run folder and the steps done.
 
     Raises:
         ConfigError: for a name that leads nowhere, or a package that is not installed.

@@ -46,7 +46,7 @@ def _finite(scalars: dict[str, float]) -> dict[str, float | None]:
 
 
 class MetricsWriter:
-    """Appends one JSON object a step to `metrics.jsonl` and gives the same scalars to the loggers."""
+    """Append one JSON object per step to `metrics.jsonl`, and pass the same scalars to the loggers."""
 
     def __init__(self, run_dir: Path | None, step: int, rollbacks: int = 0, loggers: Sequence[Logger] = ()):
         """Open the files of a run that continues after `step`; drop the lines after it, which a kill may have left.
@@ -63,7 +63,7 @@ class MetricsWriter:
         self._file = drop_lines_after(run_dir, step, rollbacks).open("a")
 
     def write(self, scalars: dict[str, float]) -> None:
-        """Writes one step's scalars, of which `step` is one; what is not finite is null."""
+        """Write the scalars of one step, with its number as `step`. A value that is not finite becomes null."""
         if self._file is None:
             return
         finite = _finite(scalars)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement between the processes of a run. Every process must call these functions, in the same order."""
+"""Let the processes of a run agree. Every process must call these functions, in the same order."""
 
 import json
 import secrets
@@ -17,7 +17,7 @@ _PATIENCE = 5.0  # seconds; some network file systems show new files late
 
 
 def of_first(value: Any) -> Any:
-    """Returns process 0's JSON value in every process."""
+    """Return process 0's JSON value in every process."""
     if jax.process_count() == 1:
         return value
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -27,7 +27,7 @@ def of_first(value: Any) -> Any:
 
 
 def of_all(value: Any) -> list[Any]:
-    """Returns the JSON values of all processes in every process."""
+    """Return the JSON values of all processes in every process, by process number."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -37,9 +37,9 @@ def of_all(value: Any) -> list[Any]:
 
 
 def check_shared(folder: Path) -> None:
-    """Refuses a run directory that the processes do not share, before anything else is written into it.
+    """Refuse a run directory that the processes do not share, before anything else is written into it.
 
-    Checkpoints need one folder that all processes see; without it a run would fail at its first save only.
+    Checkpoints need one folder that all processes see. Without this check a run would fail as late as its first save.
 
     Raises:
         ConfigError: in every process, naming those that do not see what process 0 wrote.

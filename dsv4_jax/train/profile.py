@@ -17,7 +17,13 @@ class Profile:
     """
 
     def __init__(self, steps: str, folder: Path, say: Callable[[str], None]):
-        """Take the range as FIRST:LAST, without LAST itself, or empty: no trace."""
+        """Set the trace up.
+
+        Args:
+            steps: FIRST:LAST, without LAST itself; empty: no trace.
+            folder: where it is written.
+            say: prints a line about it.
+        """
         self._steps = range(*map(int, steps.split(":"))) if steps else range(0)
         self._folder, self._say = folder, say
         self._first = self._last = 0  # steps of the trace

@@ -22,7 +22,7 @@ from dsv4_jax.train.state import schedule
 
 
 def resolved(cfg: Config) -> dict[str, Any]:
-    """The configuration as JSON has it."""
+    """Return the configuration as JSON values."""
     return json.loads(json.dumps(dataclasses.asdict(cfg)))
 
 
@@ -33,13 +33,13 @@ def changes(before: dict[str, Any], cfg: Config) -> list[str]:
 
 
 def rate_change(before: dict[str, Any], cfg: Config, step: int, skipped: int) -> list[str]:
-    """List the learning rate of the next step by a saved configuration and by that of today, if they differ.
+    """Compare the learning rate of the next step by a saved configuration and by today's; return a line if they differ.
 
     Args:
         before: the saved configuration.
-        cfg: that of today, which goes on from the steps done.
-        step: steps done.
-        skipped: how many of them changed nothing.
+        cfg: today's configuration, which continues from the steps done.
+        step: number of steps done.
+        skipped: number of these that changed nothing, since they were not finite.
     """
     with deferred_rules():
         old_leg, new_leg = (
@@ -50,7 +50,7 @@ def rate_change(before: dict[str, Any], cfg: Config, step: int, skipped: int) ->
         return schedule(leg.cfg.optim, leg.cfg.steps, leg.clock)(done)
 
     done = step - skipped
-    # A schedule that is counted from the run's end has nothing to say after it: there its last step counts.
+    # A schedule that is counted from the run's end is not defined after it: there its last step counts.
     last = done if old_leg.cfg.optim.decay_tokens else min(done, old_leg.cfg.steps - 1)
     old, new = rate(old_leg, last), rate(new_leg, done)
     return [f"learning rate of step {step + 1}: {old:.3g} before, {new:.3g} now"] if old != new else []
@@ -78,7 +78,7 @@ def _removed(before: dict[str, Any], known: dict[str, Any], prefix: str = "") ->
 
 
 def check_model(cfg: Config, run_dir: Path) -> None:
-    """Refuse a run directory whose config.json is of another model; changes nothing.
+    """Refuse a run directory whose config.json describes another model; change nothing.
 
     Raises:
         ConfigError: with the keys that differ.
@@ -99,16 +99,16 @@ def check_model(cfg: Config, run_dir: Path) -> None:
 
 
 def write_config(cfg: Config, run_dir: Path) -> None:
-    """Write config.json into the run directory: of a resumed run, once its checkpoint fits."""
+    """Write config.json into the run directory. Call it when the checkpoint of a resumed run is known to fit."""
     if jax.process_index() == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
         _write(run_dir / "config.json", json.dumps(resolved(cfg), indent=2) + "\n")
 
 
 class RunLock:
-    """Keep other processes out of a run directory, by a lock on its file `lock`, which names the holder.
+    """Keep other processes out of a run directory by a lock on its file `lock`, which names the holder.
 
-    The operating system frees the lock of a process that has ended, in whatever way. Of a run's several processes the
+    The operating system frees the lock of a process that has ended, in whatever way. Of several processes of a run the
     first holds it.
     """
 
@@ -177,7 +177,7 @@ class RunLock:
 
 
 def write_events(run_dir: Path, events: list[dict[str, Any]]) -> None:
-    """Has events.jsonl hold the events of a run, one JSON object a line."""
+    """Write events.jsonl anew, with one JSON object per event."""
     _write(run_dir / "events.jsonl", "".join(json.dumps(event) + "\n" for event in events))
 
 

@@ -14,15 +14,15 @@ from jax.experimental import multihost_utils
 
 @contextlib.contextmanager
 def stop_signals() -> Generator[Callable[[int], int]]:
-    """Catch SIGTERM and SIGINT; yield a function of the step that returns the signal to stop by, or 0.
+    """Catch SIGTERM and SIGINT; yield a function to call after each step, with its number.
 
-    Call it after every step. The first signal decides. More SIGTERMs change nothing, because schedulers send several;
-    only a second SIGINT raises KeyboardInterrupt. Several processes stop after the same step, whichever of them got
-    the signal; if any got SIGINT, all return SIGINT. A signal that came after the last call is delivered again at the
-    end.
+    It returns the number of the first signal received, or 0. Further SIGTERMs change nothing, because schedulers send
+    several; only a second SIGINT raises KeyboardInterrupt. Several processes stop after the same step, whichever of
+    them received the signal; if any received SIGINT, all return SIGINT. A signal that comes after the last call is
+    delivered again at the end.
     """
     first = interrupts = 0
-    told = False
+    reported = False  # whether `stopped` has returned the signal
 
     def handle(number: int, frame: Any) -> None:
         nonlocal first, interrupts
@@ -35,13 +35,13 @@ def stop_signals() -> Generator[Callable[[int], int]]:
             signal.raise_signal(signal.SIGTERM)
 
     def stopped(step: int) -> int:
-        nonlocal told
+        nonlocal reported
         if not several:
-            told = bool(first)
+            reported = bool(first)
             return first
         if not multihost_utils.reached_preemption_sync_point(step):
             return 0
-        told = True
+        reported = True
         interrupted = multihost_utils.process_allgather(np.int32(first == signal.SIGINT))
         return signal.SIGINT if np.any(interrupted) else signal.SIGTERM
 
@@ -55,5 +55,5 @@ def stop_signals() -> Generator[Callable[[int], int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if first and not told:
+    if first and not reported:
         signal.raise_signal(first)

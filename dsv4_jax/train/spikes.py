@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spikes of the loss or of the gradient's norm, against the median and the spread of the steps before."""
+"""Detect spikes of the loss or the gradient norm, by the median and the spread of the steps before."""
 
 import dataclasses
 import math
@@ -13,12 +13,12 @@ NORMAL = 1.4826  # the standard deviation of a normal distribution over its medi
 
 @dataclasses.dataclass
 class Recent:
-    """What the detector remembers; plain numbers, saved with the run.
+    """The memory of the detector, saved with the run.
 
     Attributes:
-        losses: of the last steps.
-        norms: logarithms of their gradients' norms.
-        over: how many of the last steps in a row were over the threshold.
+        losses: losses of the last steps.
+        norms: logarithms of the gradient norms of these steps.
+        over: number of consecutive steps above the threshold, up to the last one.
     """
 
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -27,23 +27,27 @@ class Recent:
 
 
 def excess(x: float, before: Sequence[float], least: float) -> tuple[float, float]:
-    """How far `x` lies above the median of the values before, in spreads of `least` or more; and that median."""
+    """Return how far `x` is above the median of the values before, in spreads, and that median.
+
+    A spread estimates the standard deviation; it counts as `least` at least.
+    """
     median = statistics.median(before)
     spread = NORMAL * statistics.median(abs(y - median) for y in before)
     return (x - median) / max(spread, least), median
 
 
 def spike(cfg: SpikesConfig, recent: Recent, loss: float, norm: float) -> str:
-    """Says whether a step is a spike: in words, or with nothing; and remembers the step.
+    """Return why a step is a spike, or an empty text if it is none; remember the step.
 
     Args:
         cfg: thresholds.
-        recent: the steps before; changed.
-        loss: of the step, finite.
-        norm: of its gradient, finite.
+        recent: the steps before; the step is added.
+        loss: loss of the step, finite.
+        norm: gradient norm of the step, finite.
     """
     reasons = []
     log_norm = math.log(max(norm, 1e-30))
+    # Compare with the steps before, once there are enough.
     if len(recent.losses) >= max(cfg.window // 4, 1):
         least = 0.01 * abs(statistics.median(recent.losses))
         far, median = excess(loss, recent.losses, max(least, 1e-9))
@@ -52,6 +56,7 @@ def spike(cfg: SpikesConfig, recent: Recent, loss: float, norm: float) -> str:
         far, median = excess(log_norm, recent.norms, 0.1)
         if cfg.grad_norm and far > cfg.grad_norm:
             reasons.append(f"gradient norm {norm:.3g}, {math.exp(log_norm - median):.3g} times the median")
+    # Remember the step, a spiking one too: a loss that stays high is no spike for long.
     for values, x in ((recent.losses, loss), (recent.norms, log_norm)):
         values.append(x)
         del values[: -cfg.window]

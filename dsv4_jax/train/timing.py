@@ -10,7 +10,7 @@ Activity = Literal["compile", "evaluate", "save", "restore"]
 
 
 class Timing:
-    """Count the seconds of a process by what they were spent on, since the object was made.
+    """Account for the seconds of a process by activity, from when the object was made.
 
     A step's seconds run from the end of the step before to its own end, on the device, without the activities that
     `during` marks in between. Waiting for data is part of them: it only costs time where the device waits too.
@@ -26,7 +26,7 @@ class Timing:
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Generator[Callable[[], float]]:
-        """Count the seconds inside as those of an activity, not of a step; yield a function that returns them."""
+        """Count the seconds inside as an activity, not as a step; yield a function that returns them."""
         begin, seconds = self._clock(), 0.0
         try:
             yield lambda: seconds
@@ -45,7 +45,7 @@ class Timing:
             self._data += self._clock() - begin
 
     def restart(self) -> None:
-        """Begin the next step now: what came before it since the last one is neither steps nor an activity."""
+        """Begin the next step now: the time since the last one counts as neither step nor activity."""
         self._lap, self._aside = self._clock(), 0.0
 
     def lap(self) -> float:
@@ -57,22 +57,22 @@ class Timing:
         return seconds
 
     def saved(self, step: int) -> None:
-        """Note how much was done when a step was saved, for `took_back`."""
+        """Note the seconds of steps when a checkpoint was saved, for `took_back`."""
         self._at[step] = self._steps - self._lost
 
     def took_back(self, step: int) -> None:
-        """Count the steps after `step`, to which the run goes back, as lost."""
+        """Count the steps after `step`, to which the run was rolled back, as lost."""
         self._lost = self._steps - self._at.get(step, 0.0)  # a checkpoint of an earlier process: nothing is left
 
     def scalars(self) -> dict[str, float]:
-        """Return the seconds so far by activity, and the share of the whole time that went into steps that count."""
+        """Return the seconds so far by activity, and `goodput`: the share of the time spent on steps that were kept."""
         whole = max(self._clock() - self._start, 1e-9)
         seconds = {f"seconds/{name}": x for name, x in self._activities.items()}
         seconds |= {"seconds/data": self._data, "seconds/lost": self._lost}
         return seconds | {"goodput": (self._steps - self._lost) / whole}
 
     def line(self) -> str:
-        """Return a line for people: the whole time and its shares."""
+        """Return a line with the whole time and the share of each activity."""
         whole = max(self._clock() - self._start, 1e-9)
         parts = {"steps": self._steps - self._lost, "lost steps": self._lost} | self._activities
         parts["other"] = whole - sum(parts.values())
