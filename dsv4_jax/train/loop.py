@@ -176,6 +176,8 @@ def run_steps(trainer: Trainer, outputs: Outputs, inputs: StageInputs, state: Tr
     if progress.evaluation_due:  # a signal stopped the run here
         outputs.writer.add(step, evaluate_state(trainer, inputs, state))
         progress.evaluation_due = False
+        if step == trainer.cfg.steps:
+            trainer.save(state)  # no step follows whose checkpoint would hold that it is done
     trainer.timing.restart()
     while step < last:
         # Dispatch a step.
