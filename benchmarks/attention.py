@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from timing import fastest
 
 from dsv4_jax.ops.attention import Index, attend
-from dsv4_jax.ops.documents import documents, windows
+from dsv4_jax.ops.documents import find_documents, find_windows
 
 H, K, I, J, RATIO, WINDOW = 8, 64, 16, 32, 4, 128
 
 
 def compiled(S: int, topk: int, select: str):
-    at = windows(documents(jnp.ones((1, S), jnp.int32)), RATIO)
+    at = find_windows(find_documents(jnp.ones((1, S), jnp.int32)), RATIO)
     first = jnp.zeros((1, S), jnp.int32)
     M = S // RATIO
     shapes = [(1, S, H, K), (1, S, K), (H,), (1, M, K), (1, S, I, J), (1, S, I), (1, M, J)]
@@ -29,7 +29,7 @@ def compiled(S: int, topk: int, select: str):
     def loss(q, kv, sink, entries, index_q, index_w, index_k):
         index = Index(index_q, index_w, index_k, topk)
         out = attend(
-            q, kv, sink, first, window=WINDOW, entries_BMK=entries, at=at, index=index, block=128, select=select
+            q, kv, sink, first, window=WINDOW, entries_BMK=entries, windows=at, index=index, block=128, select=select
         )
         return (out.o_BSHK**2).sum() + out.kl_BS.sum()
 

@@ -16,7 +16,7 @@ from dsv4_jax.data.batch import Batch, abstract_batch, with_engram_rows
 from dsv4_jax.mesh import RULES
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.deepseek import trace_structure
-from dsv4_jax.optim.groups import block_count, group_leaves
+from dsv4_jax.optim.groups import count_matrices, list_groups
 from dsv4_jax.train.objectives import objective_of
 from dsv4_jax.train.state import (
     abstract_model,
@@ -142,9 +142,9 @@ def describe_optimizer(cfg: Config) -> tuple[str, str]:
     groups = parameter_groups(cfg, params, frozen(cfg))
     sizes: collections.Counter[str] = collections.Counter()
     matrices = 0
-    for x, group in zip(jax.tree.leaves(params), group_leaves(groups), strict=True):
+    for x, group in zip(jax.tree.leaves(params), list_groups(groups), strict=True):
         sizes[group.rule] += x.size
-        matrices += block_count(group, x.shape).total()
+        matrices += count_matrices(group, x.shape).total()
     moved = [f"{rule} {size:,}" + f" in {matrices:,} matrices" * (rule == "muon") for rule, size in sizes.most_common()]
     return f"optimizer   {cfg.optim.make or cfg.optim.name}: {', '.join(moved)}", optim.describe(
         params, groups, cfg.optim.rms

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dsv4_jax.ops.attention import Index, attend, attend_reference
-from dsv4_jax.ops.documents import documents, windows
+from dsv4_jax.ops.documents import find_documents, find_windows
 
 H, K, I, J = 2, 8, 3, 8
 
@@ -47,8 +47,8 @@ def segments(S: int) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=1)
 def tables(segment_ids: jax.Array, ratio: int) -> tuple[jax.Array, Any]:
-    docs = documents(segment_ids)
-    return docs.first_BS, windows(docs, ratio) if ratio else None
+    docs = find_documents(segment_ids)
+    return docs.first_BS, find_windows(docs, ratio) if ratio else None
 
 
 def inputs(case: Case, seed: int = 0) -> tuple[dict[str, jax.Array], Any]:
@@ -66,9 +66,8 @@ def run(core, case: Case, x: dict[str, jax.Array], at: Any, **options: Any):
     first_BS, wins = at
     index = None if case.topk is None else Index(x["iq"], x["iw"], x["ik"], case.topk)
     entries = x["entries"] if case.ratio else None
-    return core(
-        x["q"], x["kv"], x["sink"], first_BS, window=case.window, entries_BMK=entries, at=wins, index=index, **options
-    )
+    options |= dict(window=case.window, entries_BMK=entries, windows=wins, index=index)
+    return core(x["q"], x["kv"], x["sink"], first_BS, **options)
 
 
 def blocked(case: Case, x, at):

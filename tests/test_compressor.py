@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dsv4_jax.ops.documents import compress, documents, windows
+from dsv4_jax.ops.documents import compress, find_documents, find_windows
 
 K = 5
 PACKED = [0, 1, 1, 1, 2, 2, 2, 2, 2, 0, 0, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 4, 4, 4, 4, 0]
@@ -40,7 +40,7 @@ def by_loops(kv, gate, ape, segments: list[int], overlap: bool) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnums=4)
 def pool(kv, gate, ape, segment_ids, overlap: bool):
-    return compress(kv, gate, ape, windows(documents(segment_ids), len(ape)), overlap)
+    return compress(kv, gate, ape, find_windows(find_documents(segment_ids), len(ape)), overlap)
 
 
 def inputs(S: int, m: int, overlap: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -73,7 +73,7 @@ def test_first_window_has_no_previous_half():
 def test_gradients_are_finite_and_stay_inside(overlap: bool):
     """Padding, tails and documents shorter than a window get exactly nothing; finite differences agree."""
     kv, gate, ape = inputs(len(PACKED), 4, overlap)
-    at = jax.jit(lambda s: windows(documents(s), 4))(np.array([PACKED]))
+    at = jax.jit(lambda s: find_windows(find_documents(s), 4))(np.array([PACKED]))
     used = (np.asarray(at.end_BM) < len(PACKED))[..., None]
     r = np.where(used, np.random.RandomState(1).standard_normal((1, len(PACKED) // 4, K)), 0)
 

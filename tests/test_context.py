@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dsv4_jax.mesh import make_mesh
-from dsv4_jax.ops.context import chunk, gather_entries, own_windows, with_left
-from dsv4_jax.ops.documents import compress, documents, windows
+from dsv4_jax.ops.context import cut_chunk, gather_entries, prepend_left, take_own_windows
+from dsv4_jax.ops.documents import compress, find_documents, find_windows
 
 RNG = np.random.default_rng(0)
 ROWS = jax.P(("data", "expert"))
@@ -32,7 +32,7 @@ def test_what_is_left_of_a_chunk(n):
     """Positions from as many neighbours as it takes, zeros left of the row; and the gradient comes back."""
     x = RNG.normal(size=(2, 40, 3)).astype(np.float32)
     with jax.set_mesh(make_mesh(1, 1, 8)):
-        take = jax.shard_map(lambda x: with_left(x, n)[:, None], in_specs=TOKENS, out_specs=TOKENS)
+        take = jax.shard_map(lambda x: prepend_left(x, n)[:, None], in_specs=TOKENS, out_specs=TOKENS)
         got = np.asarray(jax.jit(take)(jax.device_put(x, TOKENS)))
         weight = jax.device_put(RNG.normal(size=got.shape).astype(np.float32), TOKENS)
         grad = jax.jit(jax.grad(lambda x: (take(x) * weight).sum()))(jax.device_put(x, TOKENS))
@@ -56,12 +56,12 @@ def test_entries_of_all_chunks_are_those_of_the_row(ratio, overlap, context, S):
 
     def run(mesh):
         with jax.set_mesh(mesh):
-            at = jax.jit(lambda s: windows(documents(s), ratio))(segments(S))
+            at = jax.jit(lambda s: find_windows(find_documents(s), ratio))(segments(S))
 
             @functools.partial(jax.shard_map, in_specs=(TOKENS, TOKENS, jax.P(), ROWS), out_specs=TOKENS)
             def entries(kv, gate, ape, at):
-                own, _ = own_windows(at, ratio, kv.shape[1], with_left(kv, reach).shape[1] - kv.shape[1])
-                pooled = compress(with_left(kv, reach), with_left(gate, reach), ape, own, overlap)
+                own, _ = take_own_windows(at, ratio, kv.shape[1], prepend_left(kv, reach).shape[1] - kv.shape[1])
+                pooled = compress(prepend_left(kv, reach), prepend_left(gate, reach), ape, own, overlap)
                 return gather_entries(pooled, at, kv.shape[1])[:, None]
 
             place = lambda x, spec: jax.device_put(x, spec)
@@ -87,5 +87,5 @@ def test_entries_of_all_chunks_are_those_of_the_row(ratio, overlap, context, S):
 def test_chunks_of_tables():
     x = RNG.normal(size=(2, 16, 3)).astype(np.float32)
     with jax.set_mesh(make_mesh(1, 2, 4)):
-        cut = jax.shard_map(lambda x: chunk({"x": x}, 4)["x"], in_specs=ROWS, out_specs=TOKENS)
+        cut = jax.shard_map(lambda x: cut_chunk({"x": x}, 4)["x"], in_specs=ROWS, out_specs=TOKENS)
         np.testing.assert_array_equal(jax.jit(cut)(jax.device_put(x, ROWS)), x)

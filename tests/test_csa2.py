@@ -13,8 +13,8 @@ from test_attention import Case, gradients, inputs, segments
 
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.ops.attention import attend, attend_reference
-from dsv4_jax.ops.documents import documents, windows
-from dsv4_jax.ops.indexer import Index, candidate_blocks, in_blocks
+from dsv4_jax.ops.documents import find_documents, find_windows
+from dsv4_jax.ops.indexer import Index, mask_blocks, select_blocks
 
 CASE = Case(topk=3, window=6, block=8)
 
@@ -44,16 +44,16 @@ def pool_by_loops(score_BTM, seg_BS, ratio: int, blocks: int, size: int) -> np.n
 @pytest.mark.parametrize(("blocks", "size"), [(1, 1), (2, 2), (2, 3), (1, 8), (100, 2)])
 def test_pools_are_blocks_of_a_document(blocks: int, size: int):
     seg = segments(37)
-    docs = documents(jnp.asarray(seg))
-    at = windows(docs, 2)
+    docs = find_documents(jnp.asarray(seg))
+    at = find_windows(docs, 2)
     M = at.end_BM.shape[1]
     score = np.random.RandomState(0).standard_normal((3, 37, M)).astype(np.float32)
     t = np.arange(37)[:, None]
     visible = (np.asarray(at.end_BM)[:, None] <= t) & (
         np.asarray(at.start_BM)[:, None] >= np.asarray(docs.first_BS)[..., None]
     )
-    found = candidate_blocks(jnp.asarray(score), jnp.asarray(visible), at, blocks, size)
-    got = np.asarray(in_blocks(found, M, size)) & visible
+    found = select_blocks(jnp.asarray(score), jnp.asarray(visible), at, blocks, size)
+    got = np.asarray(mask_blocks(found, M, size)) & visible
     np.testing.assert_array_equal(got, pool_by_loops(score, seg, 2, blocks, size) & visible)
 
 
@@ -62,7 +62,7 @@ def call(core, case, x, at, **options):
     if core is attend:
         options |= {"block": case.block, "select": case.select}
     arrays = x["q"], x["kv"], x["sink"], at[0]
-    return core(*arrays, window=case.window, entries_BMK=x["entries"], at=at[1], **options)
+    return core(*arrays, window=case.window, entries_BMK=x["entries"], windows=at[1], **options)
 
 
 def with_pool(core, given: bool):

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dsv4_jax.mesh import ensure_mesh, row_spec
-from dsv4_jax.ops.documents import documents
+from dsv4_jax.ops.documents import find_documents
 from dsv4_jax.train import feed
 from dsv4_jax.train.evaluate import after_image, evaluate, unigram_entropy, wrong_images
 
@@ -18,7 +18,7 @@ def test_targets_after_an_image_of_their_document():
     segments = jnp.array([[1, 1, 1, 1, 1, 2, 2, 2, 0, 0]])
     types = jnp.array([[-1, 0, 1, 3, -1, -1, -1, -1, -1, -1]])
     with ensure_mesh():
-        found = after_image(types, jax.reshard(documents(segments).first_BS, row_spec(2)))
+        found = after_image(types, jax.reshard(find_documents(segments).first_BS, row_spec(2)))
     assert np.asarray(found)[0, :8].tolist() == [False, True, True, True, True, False, False, False]
 
 

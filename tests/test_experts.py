@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 from dsv4_jax.mesh import BATCH, make_mesh
-from dsv4_jax.ops.experts import Experts, Kernels, Route, exchange, routed_experts
-from dsv4_jax.ops.shards import Shards, stochastic_bfloat16
+from dsv4_jax.ops.experts import Experts, Kernels, Route, apply_experts, exchange
+from dsv4_jax.ops.shards import ParamShards, round_to_bfloat16
 
 B, S, D, F, E, k = 8, 6, 8, 4, 16, 3
 LIMIT = 5.0
@@ -29,12 +29,12 @@ def runner(shape, exchange, waves, reduction="float32", remat=False, dtype=jnp.f
     `whole`: every device has all experts, as where the axis does not divide them.
     """
     mesh = make_mesh(*shape)
-    shards = [Shards(axis, SPLIT, reduction) for axis in (1, 1, 2)]
+    shards = [ParamShards(axis, SPLIT, reduction) for axis in (1, 1, 2)]
     specs = Kernels(*(jax.P(None, *spec[1:]) for spec in SPECS)) if whole else SPECS
     how = Experts(E, LIMIT, exchange, waves, "blocked", shards)
 
     def run(x, weights, kernels, experts, real, out):
-        f = functools.partial(routed_experts, how)
+        f = functools.partial(apply_experts, how)
         f = jax.shard_map(f, in_specs=(TOKENS, TOKENS, TOKENS, TOKENS, specs), out_specs=(TOKENS, jax.P()))
 
         def loss(x, weights, kernels):
@@ -153,12 +153,12 @@ def test_stochastic_gradients_are_right_on_average():
 def test_stochastic_rounding():
     """Unbiased between neighbours; what bf16 holds, zeros, infinities and NaN stay; signs are symmetrical."""
     x = jnp.concatenate([jnp.full(20000, 1 + 2**-9), jnp.full(20000, -1 - 2**-9)])  # a quarter of a step of 2^-7
-    y = np.asarray(jax.jit(stochastic_bfloat16)(x), np.float32)
+    y = np.asarray(jax.jit(round_to_bfloat16)(x), np.float32)
     assert set(np.abs(y)) == {1.0, 1 + 2**-7}
     for half in (y[:20000], -y[20000:]):
         assert (half > 1).mean() == pytest.approx(0.25, abs=0.015)
     exact = jnp.array([0.0, -0.0, 1.5, -3.0, jnp.inf, -jnp.inf, jnp.nan, 2.0**-126])
-    np.testing.assert_array_equal(np.asarray(jax.jit(stochastic_bfloat16)(exact), np.float32), exact)
+    np.testing.assert_array_equal(np.asarray(jax.jit(round_to_bfloat16)(exact), np.float32), exact)
 
 
 def test_exchange_and_back():

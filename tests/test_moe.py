@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dsv4_jax.mesh import act_spec
 from dsv4_jax.model.moe import Routing, compute_balance_loss, count_loads, make_hash_table, sqrt_softplus
-from dsv4_jax.ops.documents import documents
+from dsv4_jax.ops.documents import find_documents
 from dsv4_jax.ops.experts import swiglu
 
 B, S, E, k = 2, 9, 4, 2
@@ -222,7 +222,7 @@ def test_balance_loss_is_summed_over_documents():
     def loss(scores, experts, segments):
         shares = scores / scores.sum(-1, keepdims=True)
         routing = Routing(scores, jax.reshard(shares, act_spec(3)), jax.reshard(experts, act_spec(3)), None)
-        return compute_balance_loss(routing, documents(segments))
+        return compute_balance_loss(routing, find_documents(segments))
 
     x = jnp.asarray(scores, jnp.float32), jnp.asarray(experts), jnp.asarray(segments)
     np.testing.assert_allclose(loss(*x), want, rtol=1e-6)

@@ -18,14 +18,14 @@ import dsv4_jax as ds
 from dsv4_jax.mesh import act_spec, make_mesh, row_spec
 from dsv4_jax.model.engram import compute_engram_rows, compute_hashing, make_token_map_buffer
 from dsv4_jax.model.params import Params
-from dsv4_jax.ops.documents import documents
-from dsv4_jax.ops.ngrams import hashing, multiply, ngram_rows, remainder
+from dsv4_jax.ops.documents import find_documents
+from dsv4_jax.ops.ngrams import hash_ngrams, make_hashing, multiply, remainder
 
 REAL = dict(layers=(1, 14), longest=4, heads=8, start=16000000, vocab=99092)
 
 
 def test_constants_of_the_published_model():
-    at = hashing(**REAL)
+    at = make_hashing(**REAL)
     assert at.rows == (384006168, 384016682)
     assert at.multipliers_LG.tolist() == [
         [76632096046245, 4839876093313, 35959672319349, 73987337458391],
@@ -39,7 +39,7 @@ def test_constants_of_the_published_model():
 
 
 def test_primes_start_with_the_first_one():
-    at = hashing((0, 3), 3, 2, 0, 10)
+    at = make_hashing((0, 3), 3, 2, 0, 10)
     assert at.primes_LC.tolist() == [[2, 3, 5, 7], [11, 13, 17, 19]]
     assert at.offsets_LC.tolist() == [[0, 2, 5, 10], [0, 11, 24, 41]]
 
@@ -71,8 +71,8 @@ def rows_by_hand(at, numbers, pad, live, segments):
 
 @functools.cache
 def compiled(**constants):
-    at = hashing(**constants)
-    find = lambda numbers, pad, live, segments: ngram_rows(at, numbers, pad, live, documents(segments))
+    at = make_hashing(**constants)
+    find = lambda numbers, pad, live, segments: hash_ngrams(at, numbers, pad, live, find_documents(segments))
     return at, jax.jit(find)
 
 
@@ -149,7 +149,7 @@ def test_golden_rows(golden):
     assert at.multipliers_LG.tolist() == spec["engram_multipliers"]
     assert at.primes_LC.reshape(2, 3, 2).tolist() == spec["engram_primes"]
     assert (types >= 0).any()
-    docs = documents(jnp.ones(types.shape, int))
+    docs = find_documents(jnp.ones(types.shape, int))
     numbers = make_token_map_buffer(cfg, Params(nnx.Rngs(0), 0.02))
     find = jax.jit(functools.partial(compute_engram_rows, cfg))
     got = find(numbers, jnp.asarray(arrays["ids"]), jnp.asarray(types < 0), docs)
@@ -168,7 +168,7 @@ def test_rows_of_text_on_any_mesh():
             @jax.jit
             def find(ids, text, segments):
                 numbers = make_token_map_buffer(cfg, Params(nnx.Rngs(0), 0.02))
-                borders = jax.shard_map(documents, in_specs=row_spec(2), out_specs=row_spec(2))
+                borders = jax.shard_map(find_documents, in_specs=row_spec(2), out_specs=row_spec(2))
                 return compute_engram_rows(cfg, numbers, ids, text, borders(jax.reshard(segments, row_spec(2))))
 
             got = np.asarray(find(*(jax.device_put(a, act_spec(2)) for a in (ids, text, segments))))

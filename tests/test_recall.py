@@ -17,7 +17,7 @@ import dsv4_jax as ds
 from dsv4_jax.config import Config, DataConfig, LossConfig, TrainConfig
 from dsv4_jax.mesh import BATCH, make_mesh
 from dsv4_jax.ops.attention import attend, attend_reference
-from dsv4_jax.ops.documents import documents, windows
+from dsv4_jax.ops.documents import find_documents, find_windows
 from dsv4_jax.ops.indexer import Index
 from dsv4_jax.train.evaluate import evaluate, make_eval_step
 from dsv4_jax.train.state import TrainState
@@ -39,11 +39,11 @@ MASS = np.array([0.1, 0.4, 0.2, 0.3])  # attention of the last of four tokens to
 def test_by_hand(core, topk: int, mass, score, covered):
     """Picks of two: the first two tokens have nothing to choose. The window and the sink take nothing away."""
     ones = jnp.ones((1, 4, 1, 1))
-    at = windows(documents(jnp.ones((1, 4), int)), 1)
+    at = find_windows(find_documents(jnp.ones((1, 4), int)), 1)
     entries, keys = (jnp.asarray(x, jnp.float32).reshape(1, 4, 1) for x in (np.log(mass), score))
     index = Index(ones, ones[..., 0], keys, topk, recall=2)
     kv, sink, first = jnp.full((1, 4, 1), 0.3), jnp.array([-0.7]), jnp.zeros((1, 4), int)
-    found = core(ones, kv, sink, first, window=2, entries_BMK=entries, at=at, index=index).recall_BS3
+    found = core(ones, kv, sink, first, window=2, entries_BMK=entries, windows=at, index=index).recall_BS3
     want = [[0, 0, 0], [0, 0, 0], [covered[0], 2 / 3, 1], [covered[1], 2 / 4, 1]]
     np.testing.assert_allclose(found[0], want, rtol=1e-5)
 
@@ -63,7 +63,7 @@ def test_blocked_equals_whole_masks(case: str, pool: str | None):
         index = Index(x["iq"], x["iw"], x["ik"], case.topk, *pools.get(pool, (None, None)), recall)
         options = {"block": case.block, "select": case.select} if core is attend else {}
         arrays = x["q"], x["kv"], x["sink"], at[0]
-        return core(*arrays, window=case.window, entries_BMK=x["entries"], at=at[1], index=index, **options)
+        return core(*arrays, window=case.window, entries_BMK=x["entries"], windows=at[1], index=index, **options)
 
     out, ref, unasked = run(attend, 3, x, at), run(attend_reference, 3, x, at), run(attend, 0, x, at)
     for name in ("o_BSHK", "kl_BS", "topk_BSk"):

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4_jax.ops.documents import documents, next_ids, windows
+from dsv4_jax.ops.documents import find_documents, find_windows, shift_ids
 
 S, RATIOS = 24, (2, 3, 4, 16)
 
 
 @jax.jit
 def _tables(segment_ids, ids):
-    docs = documents(segment_ids)
-    return docs, {m: windows(docs, m) for m in RATIOS}, next_ids(ids, docs)
+    docs = find_documents(segment_ids)
+    return docs, {m: find_windows(docs, m) for m in RATIOS}, shift_ids(ids, docs)
 
 
 def runs(segments: list[int]) -> list[range]:
@@ -83,12 +83,12 @@ def test_next_ids(row):
 @pytest.mark.parametrize("m, S, pairs", [(4, 16, 28), (4, 18, 36), (4, 20, 45)])
 def test_visible_pairs(m: int, S: int, pairs: int):
     """Entry e is visible to query t iff e < (t + 1) // m: the count is that of neither off-by-one rule."""
-    table = jax.jit(lambda s: windows(documents(s), m))(np.ones((1, S), int))
+    table = jax.jit(lambda s: find_windows(find_documents(s), m))(np.ones((1, S), int))
     visible = np.asarray(table.end_BM)[0][None] <= np.arange(S)[:, None]
     assert visible.sum() == pairs == sum((t + 1) // m for t in range(S))
 
 
 @pytest.mark.parametrize("S", [1, 2, 3])
 def test_rows_shorter_than_a_window_have_no_slots(S: int):
-    table = jax.eval_shape(lambda s: windows(documents(s), 4), jax.ShapeDtypeStruct((2, S), jnp.int32))
+    table = jax.eval_shape(lambda s: find_windows(find_documents(s), 4), jax.ShapeDtypeStruct((2, S), jnp.int32))
     assert table.end_BM.shape == (2, 0)

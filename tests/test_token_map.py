@@ -10,7 +10,7 @@ from golden_models import small_config
 import dsv4_jax as ds
 from dsv4_jax.model.engram import compute_engram_rows, make_token_map_buffer
 from dsv4_jax.model.params import Params
-from dsv4_jax.ops.documents import documents
+from dsv4_jax.ops.documents import find_documents
 
 
 def config(**changes):
@@ -31,7 +31,7 @@ def test_identity():
     assert numbers(engram_compressed_vocab_size=40) is None
     zeros = jnp.zeros((1, 4), int)
     with pytest.raises(ValueError, match=r"model\.engram_token_map = 'identity' .* 64 .* = 40"):
-        compute_engram_rows(cfg, None, zeros, zeros == 0, documents(zeros + 1))
+        compute_engram_rows(cfg, None, zeros, zeros == 0, find_documents(zeros + 1))
 
 
 TEXTS = [

@@ -10,7 +10,7 @@ from golden_models import ruled_model, small_config
 
 from dsv4_jax.mesh import act_spec
 from dsv4_jax.model.moe import compute_balance_loss
-from dsv4_jax.ops.documents import documents
+from dsv4_jax.ops.documents import find_documents
 from dsv4_jax.train.objectives.pretrain import losses
 
 K, E = 2, 4
@@ -55,7 +55,7 @@ def gate():
             return filled(x, ids, None, forced)
 
         chosen = lambda z: (weights(z).weights_BSk * dw).sum()
-        balance = lambda z: compute_balance_loss(weights(z), documents(jnp.ones((1, 1), int)))
+        balance = lambda z: compute_balance_loss(weights(z), find_documents(jnp.ones((1, 1), int)))
         return weights(z).weights_BSk.reshape(K) / cfg.route_scale, jax.grad(chosen)(z), jax.grad(balance)(z)
 
     return lambda z, forced: run(jnp.asarray(z, jnp.float32), forced, jnp.asarray([1.0, -2.0])), cfg.route_scale

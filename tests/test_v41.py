@@ -22,7 +22,7 @@ from dsv4_jax.model.dspark import Anchors, propose
 from dsv4_jax.model.engram import compute_engram_rows
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import RouterBias
-from dsv4_jax.ops.documents import documents
+from dsv4_jax.ops.documents import find_documents
 from dsv4_jax.train.step import update_biases
 from dsv4_jax.weights.names import official_shapes
 
@@ -139,7 +139,7 @@ def test_a_packed_row_equals_its_documents_alone(v41):
         segments[row, start : start + image] = 2
         grids = np.array(v41["grids"])
         grids[0, :2] = row, start + grids[0, 1]
-        docs, text = documents(jnp.asarray(segments)), (segments > 0) & (kinds < 0)
+        docs, text = find_documents(jnp.asarray(segments)), (segments > 0) & (kinds < 0)
         found = np.asarray(own_rows(v41["model"].token_map, new[0], text, docs))
         np.testing.assert_array_equal(found[segments > 0], new[1][segments > 0])
         out = v41["call"](v41["model"], new[0], segments, kinds, arrays["patches"], grids, found)

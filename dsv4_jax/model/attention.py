@@ -23,7 +23,7 @@ from dsv4_jax.model.params import Params, linear, mark_saved, rms_norm, whole
 from dsv4_jax.model.rope import Rotation, rotate
 from dsv4_jax.model.tables import Chunk, Tables, take_chunk
 from dsv4_jax.ops.attention import Attended, attend
-from dsv4_jax.ops.context import gather_entries, own_slots, own_windows, rows_at, with_left
+from dsv4_jax.ops.context import count_slots, gather_entries, prepend_left, take_own_windows, take_slots
 from dsv4_jax.ops.documents import Windows, compress
 from dsv4_jax.ops.indexer import Index
 from dsv4_jax.optim.roles import MatrixSpec, Role
@@ -53,7 +53,7 @@ def make_empty_shared(cfg: ModelConfig, B: int, S: int, dtype: jnp.dtype) -> dic
         return jnp.zeros((B, *shape), dtype, out_sharding=act_spec(3))
 
     def start(ratio: int) -> Shared:
-        m, M = devices * own_slots(S // devices, ratio), S // ratio
+        m, M = devices * count_slots(S // devices, ratio), S // ratio
         keys = None if cfg.attention == "dense" else zeros(m, cfg.index_head_dim)
         sparse, pool = cfg.attention == "sparse", min(cfg.candidate_topk_blocks, -(-M // cfg.candidate_block_size))
         topk = zeros(S, min(cfg.index_topk, M), dtype=jnp.int32) if sparse else None
@@ -274,9 +274,9 @@ def _attend_chunk(
     if windows is not None and windows.end_BM.shape[1] > 0:  # a row shorter than the ratio has no entries
         if projected.main is not None:
             # Entries [B, m, K] of the windows that end in this chunk; the first of them may begin left of it.
-            main, index_tokens = with_left((projected.main, projected.index), count_tail(spec))
-            ending, number_Bm = own_windows(windows, ratio, S, main.value_BSC.shape[1] - S)
-            starts = jax.tree.map(lambda a: rows_at(a, number_Bm), tables.starts[ratio])
+            main, index_tokens = prepend_left((projected.main, projected.index), count_tail(spec))
+            ending, number_Bm = take_own_windows(windows, ratio, S, main.value_BSC.shape[1] - S)
+            starts = jax.tree.map(lambda a: take_slots(a, number_Bm), tables.starts[ratio])
             own = new_entries(cfg, spec, main, index_tokens, weights, ending, starts)
         if shared is not None:
             # CSA2: a full layer replaces the entries that are handed down, and every layer reads those.
@@ -294,7 +294,7 @@ def _attend_chunk(
         elif shared is not None:
             topk_BSk = shared.topk_BSk
     # The chunk's own keys after those of the window left of it: U = S + up to W - 1.
-    kv_BUK = with_left(rotate(projected.kv_BSK, chunk.rotation), cfg.window_size - 1)
+    kv_BUK = prepend_left(rotate(projected.kv_BSK, chunk.rotation), cfg.window_size - 1)
     out = read(cfg, projected.q_BSHK, kv_BUK, weights.sink_H, chunk, entries_BMK, windows, index, topk_BSk)
     if index is not None and shared is not None and cfg.attention == "sparse":
         shared = shared._replace(topk_BSk=out.topk_BSk)
@@ -411,7 +411,7 @@ def read(
         window=cfg.window_size,
         offset=chunk.offset,
         entries_BMK=entries_BMK,
-        at=windows,
+        windows=windows,
         index=index,
         topk_BSk=topk_BSk,
         near_BS=chunk.near_BS,

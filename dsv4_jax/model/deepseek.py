@@ -26,8 +26,8 @@ from dsv4_jax.model.tables import Tables, make_tables
 from dsv4_jax.model.token_types import TEXT
 from dsv4_jax.model.vision import Aligner, Vision
 from dsv4_jax.ops.cross_entropy import head_logits
-from dsv4_jax.ops.documents import next_ids
-from dsv4_jax.ops.indexer import in_blocks
+from dsv4_jax.ops.documents import shift_ids
+from dsv4_jax.ops.indexer import mask_blocks
 from dsv4_jax.optim.roles import Role
 
 
@@ -185,7 +185,7 @@ class DeepSeek(nnx.Module):
         mtp_blocks = list(self.mtp) if with_mtp and not cfg.dspark_target_layer_ids else []
         following = inputs.following
         if following is None and mtp_blocks:
-            shift = jax.shard_map(next_ids, in_specs=row_spec(2), out_specs=row_spec(2))
+            shift = jax.shard_map(shift_ids, in_specs=row_spec(2), out_specs=row_spec(2))
             following = jax.reshard(shift(jax.reshard(ids, row_spec(2)), tables.docs), act_spec(2))
 
         # Embeddings [B, S, D]; at image positions the aligner's vectors take their place.
@@ -259,7 +259,7 @@ class DeepSeek(nnx.Module):
             return [None if x is None else jnp.where(ordered(x) == none, -1, ordered(x)) for x in values]
         if name == "candidates":
             M = [0 if ratio == 0 else out.h.shape[1] // ratio for ratio in cfg.compress_ratios]
-            return [None if x is None else in_blocks(x, M[i], cfg.candidate_block_size) for i, x in enumerate(values)]
+            return [None if x is None else mask_blocks(x, M[i], cfg.candidate_block_size) for i, x in enumerate(values)]
         return values
 
     def layers_of(self, path: tuple[Any, ...]) -> range:

@@ -16,7 +16,7 @@ from dsv4_jax.model.params import Params, TokenMap, linear, mark_saved, whole
 from dsv4_jax.model.token_map import count_numbers, make_token_map
 from dsv4_jax.ops.documents import Documents
 from dsv4_jax.ops.lookup import lookup
-from dsv4_jax.ops.ngrams import Hashing, hashing, ngram_rows
+from dsv4_jax.ops.ngrams import Hashing, hash_ngrams, make_hashing
 from dsv4_jax.optim.roles import MatrixSpec, Role
 
 PART = "engram"  # part of the model for the optimizer, which multiplies its learning rate by a factor
@@ -28,7 +28,7 @@ def compute_hashing(cfg: ModelConfig) -> Hashing:
     Raises:
         ConfigError: if they give other sizes than the configuration states, or too many rows.
     """
-    hashes = hashing(
+    hashes = make_hashing(
         cfg.engram_layer_ids,
         cfg.engram_max_ngram_size,
         cfg.engram_n_heads,
@@ -81,7 +81,7 @@ def compute_engram_rows(
 
     def rows(numbers_V: jax.Array, *batch) -> jax.Array:
         ids_BS, text_BS, docs = batch
-        return ngram_rows(compute_hashing(cfg), numbers_V[ids_BS], numbers_V[cfg.engram_pad_id], text_BS, docs)
+        return hash_ngrams(compute_hashing(cfg), numbers_V[ids_BS], numbers_V[cfg.engram_pad_id], text_BS, docs)
 
     batch = jax.tree.map(lambda a: jax.reshard(a, row_spec(2)), (ids_BS, text_BS, docs))
     find = jax.shard_map(rows, in_specs=(jax.P(), *[row_spec(2)] * 3), out_specs=row_spec(4))

@@ -22,8 +22,8 @@ from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.params import Params, apply_remat, whole
 from dsv4_jax.model.token_types import END, NEWLINE, START, TEXT
 from dsv4_jax.model.vision import ImageTables, compute_angles, gather_chunks
-from dsv4_jax.ops.context import offset
-from dsv4_jax.ops.images import Cells, image_tables, max_cells
+from dsv4_jax.ops.context import chunk_start
+from dsv4_jax.ops.images import Cells, make_image_tables, max_cells
 
 
 def make_delimiters(cfg: ModelConfig, make: Params) -> tuple[nnx.Param, nnx.Param, nnx.Param]:
@@ -112,7 +112,7 @@ def embed_images(
 
 
 def _make_tables(cfg: ModelConfig, P: int, C: int, grids_Gn4: jax.Array) -> ImageTables:
-    table = functools.partial(image_tables, n_patches=P, n_cells=C, r=cfg.vision_downsample_ratio)
+    table = functools.partial(make_image_tables, n_patches=P, n_cells=C, r=cfg.vision_downsample_ratio)
     patches, cells = jax.vmap(table)(grids_Gn4)
     return ImageTables(patches, cells, compute_angles(cfg, patches.row_P, patches.column_P))
 
@@ -126,7 +126,7 @@ def _insert(
     y_GCD, cells = gather_chunks(y_GCD), jax.tree.map(gather_chunks, cells)
     cells_GC = y_GCD.shape[0] * y_GCD.shape[1]
     row_GC = cells.row_C - jax.lax.axis_index(BATCH) * B
-    position_GC = cells.position_C - offset(S)
+    position_GC = cells.position_C - chunk_start(S)
     here_GC = (row_GC >= 0) & (row_GC < B) & (position_GC >= 0) & (position_GC < S)
     place_GC = jnp.where(here_GC, row_GC * S + position_GC, B * S)
     # The cell of each position, [B S]. Integers are scattered so that vectors need only be gathered: [B, S, D].

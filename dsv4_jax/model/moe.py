@@ -15,10 +15,10 @@ from flax import nnx
 from dsv4_jax.mesh import BATCH, act_spec, on_cpu
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.params import HashTable, Params, RouterBias, linear, whole
-from dsv4_jax.ops.context import offset
+from dsv4_jax.ops.context import chunk_start
 from dsv4_jax.ops.documents import Documents
-from dsv4_jax.ops.experts import Experts, Kernels, clamped, routed_experts, swiglu
-from dsv4_jax.ops.shards import Shards
+from dsv4_jax.ops.experts import Experts, Kernels, apply_experts, count_clamped, swiglu
+from dsv4_jax.ops.shards import ParamShards
 
 
 class Routing(NamedTuple):
@@ -164,14 +164,14 @@ class MoE(nnx.Module):
         # Routed experts: tokens go to the devices of their experts, and the outputs come back.
         kernels = Kernels(*(w[...] for w in (self.experts.w1, self.experts.w3, self.experts.w2)))
         specs = tuple(jax.typeof(w).sharding.spec for w in kernels)
-        run = functools.partial(routed_experts, _make_settings(cfg, specs))
+        run = functools.partial(apply_experts, _make_settings(cfg, specs))
         in_specs = tokens, tokens, tokens, tokens, Kernels(*specs)
         run = jax.shard_map(run, in_specs=in_specs, out_specs=(tokens, jax.P()))
         y, hit = run(x_BSD.astype(dtype), routing.experts_BSk, routing.weights_BSk, real_BS, kernels)
         # The shared expert runs on every token where it is.
         shared = self.shared_experts
         gate, up = linear(x_BSD, shared.w1, dtype), linear(x_BSD, shared.w3, dtype)
-        hit += (clamped(gate, up, cfg.swiglu_limit) * real_BS).sum()
+        hit += (count_clamped(gate, up, cfg.swiglu_limit) * real_BS).sum()
         return y + linear(swiglu(gate, up, cfg.swiglu_limit), shared.w2, dtype), routing, hit
 
 
@@ -182,14 +182,13 @@ def _find_split(spec: jax.P) -> tuple[int, tuple[str, ...]]:
 
 
 def _make_settings(cfg: ModelConfig, specs: tuple[jax.P, ...]) -> Experts:
-    """Make the settings of `routed_experts` for kernels sharded by `specs`."""
+    """Make the settings of `apply_experts` for kernels sharded by `specs`."""
     exchange, devices = cfg.expert_exchange, jax.sharding.get_abstract_mesh().shape["expert"]
-    if (
-        exchange == "auto"
-    ):  # a token is sent once to each device by a gather, once to each of its experts by an exchange
+    # A gather sends a token once to each device, an exchange once to each of its experts.
+    if exchange == "auto":
         many = devices > cfg.n_activated_experts and not on_cpu()
         exchange = "ragged" if many or cfg.expert_waves > 1 else "gather"
-    w1, w3, w2 = (Shards(*_find_split(s), cfg.expert_gradients) for s in specs)
+    w1, w3, w2 = (ParamShards(*_find_split(s), cfg.expert_gradients) for s in specs)
     limit, impl = cfg.swiglu_limit, cfg.expert_matmul
     return Experts(cfg.n_routed_experts, limit, exchange, cfg.expert_waves, impl, (w1, w3, w2))
 
@@ -210,7 +209,7 @@ def compute_balance_loss(routing: Routing, docs: Documents) -> jax.Array:
 
     def rows(shares_BSE: jax.Array, experts_BSk: jax.Array, first_BS: jax.Array) -> jax.Array:
         S = first_BS.shape[1]
-        origin = offset(S)
+        origin = chunk_start(S)
         # What a document adds up over its tokens, [B, S, 2E + 1]: choices of each expert, its shares, tokens.
         values = jnp.concatenate(
             [jax.nn.one_hot(experts_BSk, E).sum(2), shares_BSE, jnp.ones_like(shares_BSE[..., :1])], -1

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from dsv4_jax.mesh import BATCH
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.rope import Rotation, compute_frequencies, compute_rotation
-from dsv4_jax.ops.context import chunk, offset
-from dsv4_jax.ops.documents import Documents, Windows, documents, windows
+from dsv4_jax.ops.context import chunk_start, cut_chunk
+from dsv4_jax.ops.documents import Documents, Windows, find_documents, find_windows
 
 
 class Tables(NamedTuple):
@@ -42,14 +42,14 @@ def make_tables(cfg: ModelConfig, segment_ids: jax.Array, replay_starts: jax.Arr
 
 
 def _make_tables(cfg: ModelConfig, segment_ids: jax.Array, replay_BS: jax.Array | None) -> Tables:
-    docs = documents(segment_ids)
+    docs = find_documents(segment_ids)
     near = None
     if replay_BS is not None:  # queries from the start of the replay on see nothing before it
         replayed = jnp.arange(segment_ids.shape[1]) >= replay_BS
         near = jnp.where(replayed, jnp.maximum(docs.first_BS, replay_BS), docs.first_BS)
     ratios = sorted(set(cfg.compress_ratios) - {0})
     freqs = {compressed: compute_frequencies(cfg, compressed) for compressed in (False, True)}
-    wins = {r: windows(docs, r) for r in ratios}
+    wins = {r: find_windows(docs, r) for r in ratios}
     return Tables(
         docs,
         wins,
@@ -86,5 +86,7 @@ def make_chunk(
 
 def take_chunk(tables: Tables, S: int, compressed: bool, replayed: bool) -> Chunk:
     """Take this device's chunk of S positions, for a layer with or without compression and bounded replay."""
-    near_BS = chunk(tables.near_BS, S) if replayed and tables.near_BS is not None else None
-    return make_chunk(chunk(tables.rotations[compressed], S), chunk(tables.docs.first_BS, S), near_BS, offset(S))
+    near_BS = cut_chunk(tables.near_BS, S) if replayed and tables.near_BS is not None else None
+    return make_chunk(
+        cut_chunk(tables.rotations[compressed], S), cut_chunk(tables.docs.first_BS, S), near_BS, chunk_start(S)
+    )

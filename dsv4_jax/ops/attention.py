@@ -20,13 +20,13 @@ from dsv4_jax.mesh import varying
 from dsv4_jax.ops.documents import Windows
 from dsv4_jax.ops.indexer import (
     Index,
-    best_entries,
-    candidate_blocks,
-    in_blocks,
     index_scores,
     indexer_loss,
     indexer_recall,
-    one_of,
+    mask_blocks,
+    mask_entries,
+    select_blocks,
+    select_entries,
 )
 
 # Gathering k entries for each query costs about as much as attending to this many times k entries under a
@@ -78,7 +78,7 @@ def attend(
     window: int,
     offset: jax.Array | int = 0,
     entries_BMK: jax.Array | None = None,
-    at: Windows | None = None,
+    windows: Windows | None = None,
     index: Index | None = None,
     topk_BSk: jax.Array | None = None,
     near_BS: jax.Array | None = None,
@@ -96,7 +96,7 @@ def attend(
         window: positions a query sees, itself included.
         offset: row position of the first query.
         entries_BMK: compressed entries, both keys and values.
-        at: the entries' windows: row positions and numbers.
+        windows: the entries' windows: row positions and numbers.
         index: inputs of the lightning indexer, in layers that have one.
         topk_BSk: numbers of the entries that each query attends to, selected by an earlier layer; -1 for none.
         near_BS: first row position that each query's window may reach; None: `first_BS`.
@@ -109,7 +109,7 @@ def attend(
     # Selection: M entries, of which each query attends to k (0: to all that it sees), gathered or under a mask.
     M = 0 if entries_BMK is None else entries_BMK.shape[1]
     if M == 0:
-        entries_BMK, at, index, topk_BSk = None, None, None, None
+        entries_BMK, windows, index, topk_BSk = None, None, None, None
     k = 0 if topk_BSk is None else topk_BSk.shape[2]
     k = k if index is None else min(index.topk, M)
     gathered = 0 < k < M and (select == "gathered" or (select == "auto" and M > GATHER_COST * k))
@@ -146,32 +146,32 @@ def attend(
             return jnp.where(allowed[:, None], x * K**-0.5, -jnp.inf)
 
         near = logits("bthk,buk->bhtu", kv_BUK, seen_BTU)
-        if entries_BMK is None or at is None:
+        if entries_BMK is None or windows is None:
             (p,) = softmax_with_sink((near,), sink_H)
             o = jnp.einsum("bhtu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)
             return o, varying(jnp.zeros(first_BT.shape), o), None, None, None
 
         # Entries: visible [B, T, M] are those of the query's document whose window has ended; a pool narrows them.
-        allowed = visible = (at.end_BM[:, None] <= t[:, None]) & (at.start_BM[:, None] >= first_BT[..., None])
+        allowed = visible = (windows.end_BM[:, None] <= t[:, None]) & (windows.start_BM[:, None] >= first_BT[..., None])
         score = made = recall = None
         entries, letters = entries_BMK, "bmk"
         if index is not None:
             score = index_scores(index_q, index_w, index.k_BMJ)
             if pool is not None and index.pool:
-                allowed = visible & in_blocks(pool, M, index.pool[1])
+                allowed = visible & mask_blocks(pool, M, index.pool[1])
             elif index.pool:
-                made = candidate_blocks(score, allowed, at, *index.pool)
-            topk = best_entries(score, allowed, k) if k else None
+                made = select_blocks(score, allowed, windows, *index.pool)
+            topk = select_entries(score, allowed, k) if k else None
             if index.recall:  # measured on the attention to all visible entries, also where the layer selects
                 _, p_all = softmax_with_sink((near, logits("bthk,bmk->bhtm", entries_BMK, visible)), sink_H)
-                recall = indexer_recall(p_all, visible, best_entries(score, allowed, min(index.recall, M)))
+                recall = indexer_recall(p_all, visible, select_entries(score, allowed, min(index.recall, M)))
         # The keys of the far part: each query's k entries [B, T, k, K], or all [B, M, K] under a mask.
         if topk is not None and gathered:
             allowed, pick = topk >= 0, jnp.maximum(topk, 0)
             score = None if score is None else jnp.take_along_axis(score, pick, axis=2)
             entries, letters = jax.vmap(lambda e_MK, i_Tk: e_MK[i_Tk])(entries_BMK, pick), "btmk"
         elif topk is not None and k < M:
-            allowed = one_of(topk, M)
+            allowed = mask_entries(topk, M)
         # One softmax over window, entries and sink; the indexer learns from the entries' share of it.
         far = logits(f"bthk,{letters}->bhtm", entries, allowed)
         p, p_far = softmax_with_sink((near, far), sink_H)
@@ -201,7 +201,7 @@ def attend_reference(
     *,
     window: int,
     entries_BMK: jax.Array | None = None,
-    at: Windows | None = None,
+    windows: Windows | None = None,
     index: Index | None = None,
     topk_BSk: jax.Array | None = None,
     near_BS: jax.Array | None = None,
@@ -211,17 +211,17 @@ def attend_reference(
     t, s = jnp.arange(S)[:, None], jnp.arange(S)
     keys, kl, topk, made, recall = kv_BSK, jnp.zeros((B, S)), topk_BSk, None, None
     allowed = (s <= t) & (s > t - window) & (s >= (first_BS if near_BS is None else near_BS)[..., None])
-    if entries_BMK is not None and at is not None and entries_BMK.shape[1]:
+    if entries_BMK is not None and windows is not None and entries_BMK.shape[1]:
         M = entries_BMK.shape[1]
-        entry = visible = (at.end_BM[:, None] <= t) & (at.start_BM[:, None] >= first_BS[..., None])
+        entry = visible = (windows.end_BM[:, None] <= t) & (windows.start_BM[:, None] >= first_BS[..., None])
         if index is not None:
             score = index_scores(index.q_BSIJ, index.w_BSI, index.k_BMJ)
             if index.pool and index.candidates_BSc is None:
-                made = candidate_blocks(score, entry, at, *index.pool)
+                made = select_blocks(score, entry, windows, *index.pool)
             elif index.pool and index.candidates_BSc is not None:
-                entry = visible & in_blocks(index.candidates_BSc, M, index.pool[1])
-            topk = best_entries(score, entry, min(index.topk, M)) if index.topk else None
-            asked = best_entries(score, entry, min(index.recall, M)) if index.recall else None
+                entry = visible & mask_blocks(index.candidates_BSc, M, index.pool[1])
+            topk = select_entries(score, entry, min(index.topk, M)) if index.topk else None
+            asked = select_entries(score, entry, min(index.recall, M)) if index.recall else None
         if topk is not None:
             entry = (topk[..., None] == jnp.arange(M)).any(2)
         keys = jnp.concatenate([keys, entries_BMK], axis=1)

@@ -43,7 +43,7 @@ class Windows(NamedTuple):
     index_BM: jax.Array
 
 
-def documents(segment_ids: jax.Array) -> Documents:
+def find_documents(segment_ids: jax.Array) -> Documents:
     """Find the documents of `segment_ids` [B, S], where 0 is padding."""
     B, S = segment_ids.shape
     t = jnp.broadcast_to(jnp.arange(S), (B, S))
@@ -55,7 +55,7 @@ def documents(segment_ids: jax.Array) -> Documents:
     return Documents(jnp.where(real, first, S), jnp.where(real, t - first, 0), last)
 
 
-def windows(docs: Documents, ratio: int) -> Windows:
+def find_windows(docs: Documents, ratio: int) -> Windows:
     """Find the windows of `ratio` tokens of every document (section 2.3)."""
     B, S = docs.first_BS.shape
     real = docs.first_BS < S
@@ -66,14 +66,14 @@ def windows(docs: Documents, ratio: int) -> Windows:
     return Windows(end - ratio + 1, end, position // ratio)
 
 
-def next_ids(ids: jax.Array, docs: Documents) -> jax.Array:
+def shift_ids(ids: jax.Array, docs: Documents) -> jax.Array:
     """Shift `ids` [B, S] to the next token of the same document; the last token gets the document's first."""
     S = ids.shape[1]
     wrapped = jnp.take_along_axis(ids, jnp.minimum(docs.first_BS, S - 1), axis=1)
     return jnp.where(docs.last_BS, wrapped, jnp.roll(ids, -1, axis=1))
 
 
-def compress(kv_BSC: jax.Array, gate_BSC: jax.Array, ape_mC: jax.Array, at: Windows, overlap: bool) -> jax.Array:
+def compress(kv_BSC: jax.Array, gate_BSC: jax.Array, ape_mC: jax.Array, windows: Windows, overlap: bool) -> jax.Array:
     """Pool every window into one entry: fp32 [B, M, K], before norm and RoPE (section 2.3).
 
     Each channel has its own softmax over the slots of its window, with logits gate + ape. Without `overlap`
@@ -96,10 +96,10 @@ def compress(kv_BSC: jax.Array, gate_BSC: jax.Array, ape_mC: jax.Array, at: Wind
 
         return take(kv_BSC, 0.0), take(gate_BSC, -jnp.inf) + ape_mC[:, channels]
 
-    used = at.end_BM < kv_BSC.shape[1]
-    value, logit = slots(at.start_BM, slice(C - K, C), used)
+    used = windows.end_BM < kv_BSC.shape[1]
+    value, logit = slots(windows.start_BM, slice(C - K, C), used)
     if overlap:
-        value_before, logit_before = slots(at.start_BM - m, slice(0, K), used & (at.index_BM > 0))
+        value_before, logit_before = slots(windows.start_BM - m, slice(0, K), used & (windows.index_BM > 0))
         value = jnp.concatenate([value_before, value], axis=2)
         logit = jnp.concatenate([logit_before, logit], axis=2)
     logit = jnp.where(used[..., None, None], logit, 0.0)  # an unused slot must not softmax over nothing

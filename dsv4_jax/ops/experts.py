@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.mesh import AXES, varying
 from dsv4_jax.ops.grouped_matmul import Impl, grouped_matmul
-from dsv4_jax.ops.shards import Shards
+from dsv4_jax.ops.shards import ParamShards
 
 AXIS = "expert"
 
@@ -47,7 +47,7 @@ class Experts:
     exchange: str
     waves: int
     impl: Impl
-    shards: tuple[Shards, Shards, Shards]
+    shards: tuple[ParamShards, ParamShards, ParamShards]
 
 
 def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
@@ -58,7 +58,7 @@ def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
+def count_clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
     """Count the activations [..., F] whose gate or up `swiglu` clamps, fp32 [...]."""
     hit = (gate.astype(jnp.float32) > limit) | (jnp.abs(up.astype(jnp.float32)) > limit)
     return (hit & (limit > 0)).sum(-1).astype(jnp.float32)
@@ -79,7 +79,7 @@ def sort(key_N: jax.Array) -> tuple[jax.Array, jax.Array]:
     return order, jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
 
 
-def routed_experts(
+def apply_experts(
     how: Experts,
     x_BSD: jax.Array,
     experts_BSk: jax.Array,
@@ -155,14 +155,14 @@ def _products(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute w2 (weight * swiglu(w1 x, w3 x)) for rows sorted by expert; count clamped activations."""
 
-    def product(x: jax.Array, w: jax.Array, shards: Shards) -> jax.Array:
+    def product(x: jax.Array, w: jax.Array, shards: ParamShards) -> jax.Array:
         y = grouped_matmul(x, w, sizes, how.impl, shards)
         return checkpoint_name(y, "product") if keep else y
 
     s1, s3, s2 = how.shards
     gate, up = product(x_ND, kernels.w1, s1), product(x_ND, kernels.w3, s3)
     hidden = (weight_N[:, None] * swiglu(gate, up, how.limit)).astype(x_ND.dtype)
-    return product(hidden, kernels.w2, s2), clamped(gate, up, how.limit).sum()
+    return product(hidden, kernels.w2, s2), count_clamped(gate, up, how.limit).sum()
 
 
 class Route(NamedTuple):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.mesh import on_cpu, varying
-from dsv4_jax.ops.shards import WHOLE, Shards
+from dsv4_jax.ops.shards import WHOLE, ParamShards
 
 Impl = Literal["auto", "blocked", "ragged"]
 BLOCK = 128  # rows of one product of the blocked form
@@ -24,7 +24,7 @@ _OUTER = jax.lax.RaggedDotDimensionNumbers(
 
 
 def grouped_matmul(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl = "auto", shards: Shards = WHOLE
+    x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl = "auto", shards: ParamShards = WHOLE
 ) -> jax.Array:
     """Multiply the rows of group g of `x` by `w[g]`. Local to one device: call it inside `shard_map`.
 
@@ -52,7 +52,7 @@ def _product(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl) -> jax.Ar
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _grouped(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl, shards: Shards) -> jax.Array:
+def _grouped(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl, shards: ParamShards) -> jax.Array:
     return _product(x, shards.whole(w, x.dtype), sizes, impl)
 
 

@@ -67,7 +67,7 @@ def _places(rows_n: jax.Array, columns_n: jax.Array, size: int) -> _Places:
     return _Places(line, inside // width, inside % width, number < ends[-1])
 
 
-def image_tables(grids_n4: jax.Array, n_patches: int, n_cells: int, r: int) -> tuple[Patches, Cells]:
+def make_image_tables(grids_n4: jax.Array, n_patches: int, n_cells: int, r: int) -> tuple[Patches, Cells]:
     """Make the tables of one group of images (V4.1 section 2.1.1).
 
     Args:
@@ -82,22 +82,22 @@ def image_tables(grids_n4: jax.Array, n_patches: int, n_cells: int, r: int) -> t
     first = jnp.cumsum(rows * columns) - rows * columns  # first patch of each image
 
     # Patches: a grid for each image.
-    at = _places(rows, columns, n_patches)
+    places = _places(rows, columns, n_patches)
     end = jnp.minimum(first + rows * columns, n_patches)
-    spans = (jnp.where(at.real, x[at.line], 0) for x in (first, end))
-    patches = Patches(at.row, at.column, *spans)
+    spans = (jnp.where(places.real, x[places.line], 0) for x in (first, end))
+    patches = Patches(places.row, places.column, *spans)
 
     # Cells: a grid of ceil(rows / r) x ceil(columns / r) for each image; patch [C, r, r] of the cell at (row, column).
     cell_columns = -(-columns // r)
-    at = _places(-(-rows // r), cell_columns, n_cells)
-    line = at.line[:, None, None]
-    y = at.row[:, None, None] * r + jnp.arange(r)[:, None]
-    x = at.column[:, None, None] * r + jnp.arange(r)
-    exists = at.real[:, None, None] & (y < rows[line]) & (x < columns[line])
+    places = _places(-(-rows // r), cell_columns, n_cells)
+    line = places.line[:, None, None]
+    y = places.row[:, None, None] * r + jnp.arange(r)[:, None]
+    x = places.column[:, None, None] * r + jnp.arange(r)
+    exists = places.real[:, None, None] & (y < rows[line]) & (x < columns[line])
     patch = jnp.where(exists, first[line] + y * columns[line] + x, n_patches)
     # A start delimiter comes before the cells, a newline after each of their rows.
-    position = start[at.line] + 1 + at.row * (cell_columns[at.line] + 1) + at.column
-    return patches, Cells(patch, jnp.where(at.real, batch_row[at.line], -1), position)
+    position = start[places.line] + 1 + places.row * (cell_columns[places.line] + 1) + places.column
+    return patches, Cells(patch, jnp.where(places.real, batch_row[places.line], -1), position)
 
 
 def max_cells(n_patches: int, n_images: int, r: int) -> int:

@@ -74,14 +74,14 @@ def indexer_recall(p_BHTM: jax.Array, visible_BTM: jax.Array, topk_BTk: jax.Arra
     return jnp.where(counts[..., None], jnp.stack([share, chance, jnp.ones_like(share)], -1), 0.0)
 
 
-def best_entries(score_BTM: jax.Array, visible_BTM: jax.Array, k: int) -> jax.Array:
+def select_entries(score_BTM: jax.Array, visible_BTM: jax.Array, k: int) -> jax.Array:
     """Select the k visible entries of highest score [B, T, k], -1 where fewer are visible; ties: the lower number."""
     masked = jnp.where(visible_BTM, jax.lax.stop_gradient(score_BTM), -jnp.inf)
     value, index = jax.lax.top_k(masked, k)
     return checkpoint_name(jnp.where(value > -jnp.inf, index, -1), "topk")
 
 
-def one_of(index_BTk: jax.Array, M: int) -> jax.Array:
+def mask_entries(index_BTk: jax.Array, M: int) -> jax.Array:
     """Make the mask [B, T, M] of the entries of the given numbers [B, T, k], -1 for none."""
 
     def row(index_k: jax.Array) -> jax.Array:
@@ -90,7 +90,7 @@ def one_of(index_BTk: jax.Array, M: int) -> jax.Array:
     return jax.vmap(jax.vmap(row))(index_BTk)
 
 
-def candidate_blocks(score_BTM: jax.Array, visible_BTM: jax.Array, at: Windows, blocks: int, size: int) -> jax.Array:
+def select_blocks(score_BTM: jax.Array, visible_BTM: jax.Array, windows: Windows, blocks: int, size: int) -> jax.Array:
     """Select each query's pool, its `blocks` best blocks of entries: their first entries [B, T, c], -1 for none.
 
     A block is `size` neighbours, counted from each document's first entry. Its score is that of its best visible
@@ -102,17 +102,17 @@ def candidate_blocks(score_BTM: jax.Array, visible_BTM: jax.Array, at: Windows, 
     ahead = [(0, 0), (0, 0), (0, size - 1)]
     best = jax.lax.reduce_window(score, -jnp.inf, jax.lax.max, (1, 1, size), (1, 1, 1), ahead)
     newest = visible_BTM.sum(-1, keepdims=True) - 1  # number of that entry inside its document
-    index = at.index_BM[:, None]
+    index = windows.index_BM[:, None]
     best = jnp.where(index == newest // size * size, jnp.inf, best)
-    return best_entries(best, visible_BTM & (index % size == 0), min(blocks, -(-M // size)))
+    return select_entries(best, visible_BTM & (index % size == 0), min(blocks, -(-M // size)))
 
 
-def in_blocks(first_BTc: jax.Array, M: int, size: int) -> jax.Array:
+def mask_blocks(first_BTc: jax.Array, M: int, size: int) -> jax.Array:
     """Make the mask [B, T, M] of the entries in the blocks that begin at `first_BTc`, -1 for none.
 
     A document's last block may be cut short. The mask then has entries of the next document, which no query of
     this one sees.
     """
-    starts = one_of(first_BTc, M)
+    starts = mask_entries(first_BTc, M)
     behind = [(0, 0), (0, 0), (size - 1, 0)]
     return jax.lax.reduce_window(starts, False, jax.lax.bitwise_or, (1, 1, size), (1, 1, 1), behind)

@@ -41,7 +41,7 @@ class Hashing(NamedTuple):
 
 
 @functools.cache
-def hashing(layers: tuple[int, ...], longest: int, heads: int, start: int, vocab: int) -> Hashing:
+def make_hashing(layers: tuple[int, ...], longest: int, heads: int, start: int, vocab: int) -> Hashing:
     """Make the constants of the Engrams before the given layers.
 
     Args:
@@ -75,13 +75,13 @@ def _is_prime(n: int) -> bool:
     return n >= 2 and all(n % d for d in range(2, math.isqrt(n) + 1))
 
 
-def ngram_rows(
-    at: Hashing, numbers_BS: jax.Array, pad: jax.Array | int, live_BS: jax.Array, docs: Documents
+def hash_ngrams(
+    hashing: Hashing, numbers_BS: jax.Array, pad: jax.Array | int, live_BS: jax.Array, docs: Documents
 ) -> jax.Array:
     """Hash every token's n-grams to rows of the layers' tables, int32 [B, S, L, C]. Batch rows are not split.
 
     Args:
-        at: constants of the hashes.
+        hashing: constants of the hashes.
         numbers_BS: the tokens' numbers, int32, from the token map.
         pad: number that replaces a missing token.
         live_BS: whether the token is text. Tokens before the document's start are missing, and so are the
@@ -91,18 +91,18 @@ def ngram_rows(
     # After step k, `hashed` is the xor of number times multiplier of the token and the k tokens before it.
     live, rows = live_BS, []
     hashed: Pair | None = None
-    for k in range(at.multipliers_LG.shape[1]):
+    for k in range(hashing.multipliers_LG.shape[1]):
         live &= (docs.position_BS >= k) & jnp.roll(live_BS, k, axis=1)
         t_BS = jnp.where(live, jnp.roll(numbers_BS, k, axis=1), pad)
-        term = multiply(t_BS[..., None].astype(jnp.uint32), at.multipliers_LG[:, k])
+        term = multiply(t_BS[..., None].astype(jnp.uint32), hashing.multipliers_LG[:, k])
         hashed = term if hashed is None else (hashed[0] ^ term[0], hashed[1] ^ term[1])
         # An n-gram of k + 1 tokens has H tables: its row in each is the hash modulo the table's prime.
         if k:
-            H = at.primes_LC.shape[1] // (at.multipliers_LG.shape[1] - 1)
+            H = hashing.primes_LC.shape[1] // (hashing.multipliers_LG.shape[1] - 1)
             columns = slice((k - 1) * H, k * H)
             high, low = (half[..., None] for half in hashed)
-            row = remainder((high, low), at.primes_LC[:, columns]).astype(jnp.int32)
-            rows.append(row + at.offsets_LC[:, columns])
+            row = remainder((high, low), hashing.primes_LC[:, columns]).astype(jnp.int32)
+            rows.append(row + hashing.offsets_LC[:, columns])
     return jnp.concatenate(rows, axis=-1)
 
 

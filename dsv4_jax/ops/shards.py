@@ -11,7 +11,7 @@ Reduction = Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Shards:
+class ParamShards:
     """Describe how a parameter is split over devices and how its gradients are summed over them.
 
     Attributes:
@@ -34,7 +34,7 @@ class Shards:
         """Sum the devices' gradients `dw` of the whole parameter, fp32; return that of the stored part `w`."""
         if self.over and self.reduction == "bfloat16":
             parts = jnp.stack(jnp.split(dw, jax.lax.axis_size(self.over), self.axis))
-            received = jax.lax.all_to_all(stochastic_bfloat16(parts), self.over, 0, 0)
+            received = jax.lax.all_to_all(round_to_bfloat16(parts), self.over, 0, 0)
             dw = received.astype(jnp.float32).sum(0)
         elif self.over:
             dw = jax.lax.psum_scatter(dw, self.over, scatter_dimension=self.axis, tiled=True)
@@ -43,10 +43,10 @@ class Shards:
         return jax.lax.psum(dw, tuple(sorted(differs(dw) - differs(w))))
 
 
-WHOLE = Shards()
+WHOLE = ParamShards()
 
 
-def stochastic_bfloat16(x: jax.Array) -> jax.Array:
+def round_to_bfloat16(x: jax.Array) -> jax.Array:
     """Round x (fp32) to bfloat16, up or down at random, so that the expected result is x.
 
     The seed is made of x itself, so that a repeated step rounds in the same way.

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dsv4_jax.optim.matrices import block_shapes
+from dsv4_jax.optim.matrices import list_matrices
 from dsv4_jax.optim.muon import scale_by_muon
 from dsv4_jax.optim.newton_schulz import HYBRID, Coefficients, Precision
 from dsv4_jax.optim.roles import MatrixSpec, Role
@@ -178,7 +178,7 @@ def _check_shape(path: str, role: Role, group: Group, shape: tuple[int, ...]) ->
     problem = ""
     if group.rule == "muon":
         try:
-            block_shapes(group.matrix, shape)
+            list_matrices(group.matrix, shape)
         except ValueError as error:
             problem = str(error)
     elif group.rule == "sinkhorn" and not (len(shape) >= 2 and -len(shape) <= group.rows < len(shape)):
@@ -230,7 +230,7 @@ def grouped(
     start. Its first step is (1 - b1) / sqrt(1 - b2) learning rates, 0.45 at the defaults (3.2 at b2 = 0.999); in
     a new run it is 1.
     """
-    leaves = group_leaves(groups)
+    leaves = list_groups(groups)
     labels = _like(groups, [group.rule for group in leaves])
     muon = scale_by_muon(
         _like(groups, [group.matrix for group in leaves]),
@@ -267,7 +267,7 @@ def _least_square(b2: float) -> float:
     return float(jnp.finfo(jnp.float32).tiny) / (1 - b2)
 
 
-def group_leaves(groups: Any) -> list[Group]:
+def list_groups(groups: Any) -> list[Group]:
     """List the groups of a tree, in the order of its leaves."""
     return jax.tree.leaves(groups, is_leaf=lambda x: isinstance(x, Group))
 
@@ -363,7 +363,7 @@ def describe(params: Any, groups: Any, rms: float = 0.18) -> str:
     """
     lines = [("parameter", "shape", "rule", "matrices", "decay", "factor", "update")]
     leaves = jax.tree.leaves_with_path(params, is_leaf=lambda x: hasattr(x, "role"))
-    for (path, _), x, group in zip(leaves, jax.tree.leaves(params), group_leaves(groups), strict=True):
+    for (path, _), x, group in zip(leaves, jax.tree.leaves(params), list_groups(groups), strict=True):
         factor = "schedule" if callable(group.factor) else f"{group.factor:g}"
         update = {"muon": rms, "sinkhorn": rms, "adamw": 1.0, "frozen": 0.0, "custom": math.nan}[group.rule]
         if not callable(group.factor):
@@ -373,7 +373,7 @@ def describe(params: Any, groups: Any, rms: float = 0.18) -> str:
                 jax.tree_util.keystr(path, simple=True, separator="."),
                 " x ".join(map(str, x.shape)),
                 group.rule,
-                " + ".join(f"{n} of {a} x {b}" for (a, b), n in block_count(group, x.shape).items()) or "-",
+                " + ".join(f"{n} of {a} x {b}" for (a, b), n in count_matrices(group, x.shape).items()) or "-",
                 f"{group.decay:g}",
                 factor,
                 "-" if math.isnan(update) else f"{update:g}",
@@ -383,6 +383,6 @@ def describe(params: Any, groups: Any, rms: float = 0.18) -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
-def block_count(group: Group, shape: tuple[int, ...]) -> collections.Counter[tuple[int, int]]:
+def count_matrices(group: Group, shape: tuple[int, ...]) -> collections.Counter[tuple[int, int]]:
     """Count the matrices of each shape that Muon finds in a leaf of `shape`; none for other rules."""
-    return collections.Counter(block_shapes(group.matrix, shape) if group.rule == "muon" else ())
+    return collections.Counter(list_matrices(group.matrix, shape) if group.rule == "muon" else ())

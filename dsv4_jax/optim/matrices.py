@@ -57,7 +57,7 @@ def _resolve(spec: Any, shape: tuple[int, ...]) -> _Layout:
     return _Layout(stack, reduction, output, rows, columns)
 
 
-def block_shapes(spec: MatrixSpec, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+def list_matrices(spec: MatrixSpec, shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """List the shape (reduction, output) of every matrix that the spec finds in a tensor of `shape`.
 
     Raises:

@@ -12,9 +12,9 @@ import jax
 import optax
 
 from dsv4_jax.optim.matrices import map_matrices
-from dsv4_jax.optim.newton_schulz import HYBRID, Coefficients, Precision, coefficient_steps, newton_schulz
+from dsv4_jax.optim.newton_schulz import HYBRID, Coefficients, Precision, newton_schulz, resolve_coefficients
 from dsv4_jax.optim.roles import MatrixSpec
-from dsv4_jax.optim.trees import leaf_settings, steady
+from dsv4_jax.optim.trees import list_settings, steady
 
 Specs = MatrixSpec | Any | Callable[[Any], Any]
 
@@ -46,12 +46,12 @@ def scale_by_orthogonal(
     Raises:
         ValueError: for unusable coefficients; from `update`, if a spec does not fit its leaf.
     """
-    steps = tuple(tuple(step) for step in coefficient_steps(coefficients))
+    steps = tuple(tuple(step) for step in resolve_coefficients(coefficients))
 
     def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        specs = leaf_settings(matrices, updates, (MatrixSpec, optax.contrib.MuonDimensionNumbers))
+        specs = list_settings(matrices, updates, (MatrixSpec, optax.contrib.MuonDimensionNumbers))
         specs = tuple(MatrixSpec(*(a if isinstance(a, int) else tuple(a) for a in spec)) for spec in specs)
         leaves = _orthogonal(leaves, specs, steps, precision, gram, batch_size)
         return treedef.unflatten([(rms * x).astype(x.dtype) for x in leaves]), state

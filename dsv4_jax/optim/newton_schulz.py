@@ -43,7 +43,7 @@ _GRAM_STEPS = 4  # Gram steps between restarts: rounding grows by a^2 = 12 a ste
 _GRAM_ASPECT = 2  # the Gram form costs fewer operations from this ratio of the sides on
 
 
-def coefficient_steps(coefficients: Coefficients) -> tuple[tuple[float, float, float], ...]:
+def resolve_coefficients(coefficients: Coefficients) -> tuple[tuple[float, float, float], ...]:
     """Return the steps of a set that is given by name or as triples.
 
     Raises:
@@ -98,7 +98,7 @@ def newton_schulz(
         TypeError: if x is not real floating.
         ValueError: for unusable coefficients, axes, precision, or gram with bf16.
     """
-    steps = coefficient_steps(coefficients)
+    steps = resolve_coefficients(coefficients)
     precision = precision or default_precision()
     if precision not in ("float32", "bfloat16", "bfloat16_storage"):
         raise ValueError(f"precision must be float32, bfloat16 or bfloat16_storage, found {precision!r}")

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dsv4_jax.optim.trees import leaf_settings, steady
+from dsv4_jax.optim.trees import list_settings, steady
 
 Rows = int | Any | Callable[[Any], Any]
 
@@ -101,7 +101,7 @@ def scale_by_sinkhorn(
     def update(updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None):
         del params
         leaves, treedef = jax.tree.flatten(updates)
-        axes = tuple(leaf_settings(rows, updates, int))
+        axes = tuple(list_settings(rows, updates, int))
         columns = [x.shape[x.ndim - 1 - (axis % x.ndim == x.ndim - 1)] for x, axis in zip(leaves, axes, strict=True)]
         sizes = [scale * n**0.5 for n in columns]
         return treedef.unflatten(_balanced(leaves, sizes, tau, axes, iterations)), state

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 
-def leaf_settings(setting: Any, tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
+def list_settings(setting: Any, tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
     """List a setting for every leaf of `tree`; leaves masked by `optax.masked` or `optax.partition` have none.
 
     Args:

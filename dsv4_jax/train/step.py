@@ -15,7 +15,7 @@ from dsv4_jax.data.batch import Batch, accumulation_parts
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import RouterBias
-from dsv4_jax.optim.groups import group_leaves
+from dsv4_jax.optim.groups import list_groups
 from dsv4_jax.optim.schedules import Clock
 from dsv4_jax.train.objectives import Objective, objective_of
 from dsv4_jax.train.state import (
@@ -98,7 +98,7 @@ def layer_names(cfg: ModelConfig, layers: range) -> list[str]:
 def update_ratios(groups: Any, updates: Any, params: Any) -> dict[str, jax.Array]:
     """Norm of the update over the norm of the weights, for the parameters of every rule that moves some together."""
     norms: dict[str, list[jax.Array]] = {}
-    for group, u, p in zip(group_leaves(groups), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
+    for group, u, p in zip(list_groups(groups), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
         squares = jnp.stack([(x.astype(jnp.float32) ** 2).sum() for x in (u, p)])
         norms.setdefault(group.rule, []).append(squares)
     sums = {rule: jnp.sqrt(sum(found)) for rule, found in norms.items()}
