@@ -52,32 +52,28 @@ def in_chunks(cfg, projected, weights):
         tokens = jax.tree.map(lambda a, length=length, T=T: a[:, length : length + T], projected)
         place = jnp.broadcast_to(length + jnp.arange(T), (B, T))
         chunk = make_chunk(compute_rotation(freq, place), jnp.full((B, T), -length))
-        lies = index = None
+        all_windows = index = None
         if m:
             # The windows whose last token comes in this chunk; `tail` has the tokens before it.
             tokens_with_tail = jax.tree.map(lambda a, b: jnp.concatenate([a, b], 1), tail, (tokens.main, tokens.index))
             reach = tokens_with_tail[0].value_BSC.shape[1] - T
             number = jnp.broadcast_to(jnp.arange(length // m, (length + T) // m), (B, (length + T) // m - length // m))
             start = number * m - length + reach
-            made = new_entries(
-                cfg,
-                spec,
-                *tokens_with_tail,
-                weights,
-                Windows(start, start + m - 1, number),
-                compute_rotation(freq, number * m),
-            )
+            windows = Windows(start, start + m - 1, number)
+            made = new_entries(cfg, spec, *tokens_with_tail, weights, windows, compute_rotation(freq, number * m))
             slots = slice(length // m, (length + T) // m)
             entries = entries.at[:, slots].set(made.entries_BmK)
             tail = jax.tree.map(lambda a, T=T: a[:, T:], tokens_with_tail)
             # All entries, also those not made yet, whose windows end after the chunk.
             number = jnp.broadcast_to(jnp.arange(M), (B, M))
-            lies = Windows(number * m - length, (number + 1) * m - 1 - length, number)
+            all_windows = Windows(number * m - length, (number + 1) * m - 1 - length, number)
             if made.keys_BmJ is not None:
                 keys = keys.at[:, slots].set(made.keys_BmJ)
                 index = index_of(cfg, spec, tokens, chunk, keys, None)
         ring = jnp.concatenate([ring, rotate(tokens.kv_BSK, chunk.rotation)], 1)
-        out = read(cfg, tokens.q_BSHK, ring, weights.sink_H, chunk, entries if m else None, lies, index, topk_BSk=None)
+        out = read(
+            cfg, tokens.q_BSHK, ring, weights.sink_H, chunk, entries if m else None, all_windows, index, topk_BSk=None
+        )
         ring, length = ring[:, T:], length + T
         outputs.append(out.o_BSHK)
         selections.append(out.topk_BSk)
