@@ -2,6 +2,7 @@
 """The model as a caller sees it: a fresh one, what it returns, forced experts, and what it refuses."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,19 +70,38 @@ def test_no_mesh_is_needed():
     assert axes == {"data": 1, "expert": 1, "context": 1}
 
 
+def compiled(caplog, run) -> tuple[list[str], Any]:
+    """Names of the programs that are compiled while `run` runs, and its result."""
+    caplog.clear()
+    with jax.log_compiles():
+        result = run()
+    messages = [r.getMessage() for r in caplog.records]
+    return [m.split()[1] for m in messages if m.startswith("Compiling")], result
+
+
 def test_a_call_outside_jit_compiles_once(mixed, caplog):
     """Operation by operation a small model would compile for minutes, in every call again."""
     model, _ = mixed
     ids = np.tile(np.arange(11), (2, 1))
-    compiled = []
-    for _ in range(2):
-        caplog.clear()
-        with jax.log_compiles():
-            out = model(ids)
-        compiled.append([r.getMessage().split()[1] for r in caplog.records if r.getMessage().startswith("Compiling")])
-    assert compiled[0].count("jit(_outputs)") == 1 and len(compiled[0]) < 10, compiled[0]
-    assert compiled[1] == []
+    programs, out = compiled(caplog, lambda: model(ids))
+    assert programs.count("jit(_outputs)") == 1 and len(programs) < 4, programs
+    assert compiled(caplog, lambda: model(ids))[0] == []
     np.testing.assert_allclose(out.logits, jax.jit(lambda model: model(ids))(model).logits, rtol=0, atol=1e-5)
+
+
+def test_making_a_model_outside_jit_compiles_once(caplog):
+    """Operation by operation it would be hundreds of programs: twenty seconds for a small model."""
+    cfg = small_config(**MIXED, init_std=0.03)
+    rngs = nnx.Rngs(0)
+    programs, model = compiled(caplog, lambda: ds.DeepSeek(cfg, rngs=rngs))
+    assert programs.count("jit(_model_and_rngs)") == 1 and len(programs) < 4, programs
+    jitted = jax.jit(lambda: ds.DeepSeek(cfg, rngs=nnx.Rngs(0)))()
+    assert nnx.graphdef(model) == nnx.graphdef(jitted)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), nnx.state(model), nnx.state(jitted))
+    # The next model from the same generator has other weights.
+    programs, other = compiled(caplog, lambda: ds.DeepSeek(cfg, rngs=rngs))
+    assert programs == []
+    assert (other.head[...] != model.head[...]).any()
 
 
 def test_buffers_are_not_parameters(fresh):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from dsv4_jax.mesh import QUICK_CPU, act_spec, emulated, ensure_mesh, on_cpu, row_spec
+from dsv4_jax.mesh import ONCE_CPU, QUICK_CPU, act_spec, emulated, ensure_mesh, on_cpu, row_spec
 from dsv4_jax.model import hyper
 from dsv4_jax.model.block import Block, Carry, Collected, LayerReport, Tokens, collapse_streams, start_carry
 from dsv4_jax.model.config import ModelConfig
@@ -73,31 +73,42 @@ class DeepSeek(nnx.Module):
     """A DeepSeek language model: a pytree of parameters under the official names."""
 
     def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
+        with ensure_mesh():
+            if _tracing():
+                return self._make(cfg, rngs)
+            # Operation by operation it would compile hundreds of programs.
+            model, after = (_make_model_on_cpu if on_cpu() else _make_model)(cfg, rngs)
+            nnx.update(rngs, nnx.state(after))
+            for name, value in vars(model).items():
+                if not name.startswith("_"):
+                    setattr(self, name, value)
+
+    def _make(self, cfg: ModelConfig, rngs: nnx.Rngs) -> None:
+        """Make all parameters and buffers, on the mesh that is set."""
         self.cfg = cfg
         self.scan_groups = find_scan_groups(cfg.layer_specs)
-        with ensure_mesh():
-            # The order in which tensors are made decides their random keys.
-            make = Params(rngs, cfg.init_std)
-            vocab, dim = ("vocab", cfg.vocab_size), ("embed", cfg.dim)
-            self.embed = make.table(vocab, dim)
-            self.token_map = make_token_map_buffer(cfg, make)
-            if cfg.vision_n_layers:
-                self.vision, self.aligner = Vision(cfg, make), Aligner(cfg, make)
-                self.image_start, self.image_newline, self.image_end = make_delimiters(cfg, make)
-            # A block for each position of a group's period, whose tensors are stacked over the repeats.
-            self.groups = nnx.List([])
-            for group in self.scan_groups:
-                stacked = Params(rngs, cfg.init_std, layers=group.repeats)
-                specs = cfg.layer_specs[group.start : group.start + group.period]
-                self.groups.append(nnx.List([Block(cfg, stacked, s, group.layers(j)) for j, s in enumerate(specs)]))
+        # The order in which tensors are made decides their random keys.
+        make = Params(rngs, cfg.init_std)
+        vocab, dim = ("vocab", cfg.vocab_size), ("embed", cfg.dim)
+        self.embed = make.table(vocab, dim)
+        self.token_map = make_token_map_buffer(cfg, make)
+        if cfg.vision_n_layers:
+            self.vision, self.aligner = Vision(cfg, make), Aligner(cfg, make)
+            self.image_start, self.image_newline, self.image_end = make_delimiters(cfg, make)
+        # A block for each position of a group's period, whose tensors are stacked over the repeats.
+        self.groups = nnx.List([])
+        for group in self.scan_groups:
+            stacked = Params(rngs, cfg.init_std, layers=group.repeats)
+            specs = cfg.layer_specs[group.start : group.start + group.period]
+            self.groups.append(nnx.List([Block(cfg, stacked, s, group.layers(j)) for j, s in enumerate(specs)]))
 
-            blocks = range(cfg.n_mtp_layers)
-            dspark = bool(cfg.dspark_target_layer_ids)
-            self.mtp = nnx.List([DraftBlock(cfg, make, i) if dspark else MTP(cfg, make) for i in blocks])
-            if not cfg.hc_single_pass:
-                self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.make_head(make, cfg)
-            self.norm = make.ones(("norm", cfg.dim))
-            self.head = make.kernel(dim, vocab, role=Role("table", rows=-1))
+        blocks = range(cfg.n_mtp_layers)
+        dspark = bool(cfg.dspark_target_layer_ids)
+        self.mtp = nnx.List([DraftBlock(cfg, make, i) if dspark else MTP(cfg, make) for i in blocks])
+        if not cfg.hc_single_pass:
+            self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.make_head(make, cfg)
+        self.norm = make.ones(("norm", cfg.dim))
+        self.head = make.kernel(dim, vocab, role=Role("table", rows=-1))
 
     def __call__(
         self,
@@ -143,10 +154,9 @@ class DeepSeek(nnx.Module):
         arrays = {name: jnp.asarray(x) for name, x in inputs.items() if x is not None}
         given = Inputs(**arrays, forced_experts=forced_experts)
         with ensure_mesh():
-            # Operation by operation the pass would compile hundreds of programs, anew in every call.
-            # Inside `jax.jit` (there even a constant is a tracer) the caller compiles. Under `grad` outside `jit`
-            # compiler options are not allowed.
-            if isinstance(jnp.zeros(()), Tracer):
+            # Operation by operation the pass would compile hundreds of programs, anew in every call. Inside `jax.jit`
+            # the caller compiles. Under `grad` outside `jit` compiler options are not allowed.
+            if _tracing():
                 forward = _outputs
             elif any(isinstance(x, Tracer) for x in jax.tree.leaves((self, given))) or not on_cpu():
                 forward = _forward
@@ -278,12 +288,26 @@ class DeepSeek(nnx.Module):
 
 def trace_structure(cfg: ModelConfig) -> DeepSeek:
     """Make a model without arrays: its structure, shapes and shardings. Traced once for each configuration and mesh."""
-    return _made.eval_shape(cfg)
+    return _make_abstract.eval_shape(cfg)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _made(cfg: ModelConfig) -> DeepSeek:
+def _make_abstract(cfg: ModelConfig) -> DeepSeek:
     return DeepSeek(cfg, rngs=nnx.Rngs(0))
+
+
+def _tracing() -> bool:
+    """Return whether we are inside `jax.jit` or another trace, where even a constant is a tracer."""
+    return isinstance(jnp.zeros(()), Tracer)
+
+
+def _model_and_rngs(cfg: ModelConfig, rngs: nnx.Rngs) -> tuple[DeepSeek, nnx.Rngs]:
+    """Make a model; also return `rngs`, which have moved on."""
+    return DeepSeek(cfg, rngs=rngs), rngs
+
+
+_make_model = jax.jit(_model_and_rngs, static_argnums=0)
+_make_model_on_cpu = jax.jit(_model_and_rngs, static_argnums=0, compiler_options=ONCE_CPU)
 
 
 def _outputs(model: DeepSeek, inputs: Inputs, collect: tuple[str, ...]) -> Output:
