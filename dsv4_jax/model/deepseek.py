@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
-from dsv4_jax.mesh import ONCE_CPU, QUICK_CPU, act_spec, emulated, ensure_mesh, on_cpu, row_spec
+from dsv4_jax.mesh import ONCE_CPU, act_spec, emulated, ensure_mesh, on_cpu, row_spec
 from dsv4_jax.model import hyper
 from dsv4_jax.model.block import Block, Carry, Collected, LayerReport, Tokens, collapse_streams, start_carry
 from dsv4_jax.model.config import ModelConfig
@@ -123,7 +123,8 @@ class DeepSeek(nnx.Module):
     ) -> Output:
         """Compute the logits of token ids [B, S].
 
-        Outside `jax.jit` the pass is compiled as one program, which later calls on the same shapes reuse.
+        Outside `jax.jit` the pass is compiled as one program, which later calls on the same shapes reuse. On CPU it
+        is compiled in little time rather than for speed: put many calls into `jax.jit`.
 
         Args:
             ids: see `Inputs`, also for the arguments that follow.
@@ -316,7 +317,7 @@ def _outputs(model: DeepSeek, inputs: Inputs, collect: tuple[str, ...]) -> Outpu
 
 
 _forward = jax.jit(_outputs, static_argnums=2)
-_forward_on_cpu = jax.jit(_outputs, static_argnums=2, compiler_options=QUICK_CPU)
+_forward_on_cpu = jax.jit(_outputs, static_argnums=2, compiler_options=ONCE_CPU)
 
 
 def _stack_forced(forced: Sequence[jax.Array | None] | None, group: ScanGroup) -> list[jax.Array | None]:
