@@ -38,16 +38,16 @@ def count_numbers(cfg: ModelConfig) -> int:
 def _from_array(path: str, vocab: int, numbers: int) -> np.ndarray:
     key = f"model.engram_token_map = {path!r}"
     try:
-        found = np.load(path, allow_pickle=False)
+        numbers_V = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key} is no array: {error}") from error
-    if found.shape != (vocab,) or not np.issubdtype(found.dtype, np.integer):
+    if numbers_V.shape != (vocab,) or not np.issubdtype(numbers_V.dtype, np.integer):
         want = f"integers [{vocab}], a number for each token id"
-        raise ConfigError(f"{key} must hold {want}; found {found.dtype}{list(found.shape)}")
-    low, high = int(found.min()), int(found.max())
+        raise ConfigError(f"{key} must hold {want}; found {numbers_V.dtype}{list(numbers_V.shape)}")
+    low, high = int(numbers_V.min()), int(numbers_V.max())
     if low < 0 or high >= numbers:
         raise ConfigError(f"{key} must hold numbers from 0 to {numbers - 1}; found {low} to {high}")
-    return found.astype(np.int32)
+    return numbers_V.astype(np.int32)
 
 
 def _from_tokenizer(cfg: ModelConfig, numbers: int) -> np.ndarray:
@@ -67,13 +67,13 @@ def _from_tokenizer(cfg: ModelConfig, numbers: int) -> np.ndarray:
         limits = f"more than engram_pad_id = {cfg.engram_pad_id} and at most vocab_size = {cfg.vocab_size}"
         raise ConfigError(f"{key} has {size} tokens, expected {limits}")
     seen: dict[str, int] = {}
-    found = np.array([seen.setdefault(k, len(seen)) for k in _keys(tokenizer, size)], np.int32)
+    numbers_V = np.array([seen.setdefault(k, len(seen)) for k in _keys(tokenizer, size)], np.int32)
     if len(seen) != numbers:
         raise ConfigError(
             f"{key} gives {len(seen)} numbers, but model.engram_compressed_vocab_size = "
             f"{cfg.engram_compressed_vocab_size} stands for {numbers}"
         )
-    return np.concatenate([found, np.full(cfg.vocab_size - size, found[cfg.engram_pad_id], np.int32)])
+    return np.concatenate([numbers_V, np.full(cfg.vocab_size - size, numbers_V[cfg.engram_pad_id], np.int32)])
 
 
 def _keys(tokenizer, size: int) -> list[str]:
