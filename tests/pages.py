@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("python", "make", "pip", "dsv4", "gcloud", "sbatch", "scancel", "squeue", "kubectl", "gsutil", "docker")
 LANGUAGES = ("sh", "python", "json", "yaml", "text")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make compare`: differences of losses are found by name and step; both sides of a repository are measured."""
+"""`make compare` finds differences by name and step and measures both sides; `make hooks` checks every commit."""
 
 import runpy
 import shutil
@@ -106,3 +106,15 @@ def test_both_sides_are_measured_on_their_own_code(tmp_path):
     assert done.returncode == 1 and "loss 0.33 (step 1)" in done.stdout, done.stderr
     worktrees = subprocess.run(["git", "worktree", "list"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert len(worktrees.stdout.splitlines()) == 1  # the temporary one is removed
+
+
+def test_the_hook_runs_the_checks_before_a_commit(tmp_path):
+    def commit(recipe):
+        (tmp_path / "Makefile").write_text(f"check:\n\t{recipe}\n")
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--allow-empty", "-m", "x"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, check=False).returncode
+
+    subprocess.run(["git", "init"], cwd=tmp_path, check=True, capture_output=True)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    subprocess.run(["make", "hooks"], cwd=tmp_path, check=True, capture_output=True)
+    assert commit("false") != 0 and commit("true") == 0

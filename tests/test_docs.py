@@ -207,7 +207,7 @@ def test_python_blocks_run_and_print_what_they_say(page, folder, monkeypatch, ca
 
 
 FILES = re.compile(r"[\w./]+\.(py|md|json|npy|sh|sbatch|yaml)")
-THEIRS = {"lion.py", "csv_loss.py"}  # files of a reader
+THEIRS = {"small.py", "lion.py", "csv_loss.py"}  # files of a reader
 
 
 def test_keys_and_files_that_the_pages_name_exist():
@@ -231,14 +231,28 @@ def test_keys_and_files_that_the_pages_name_exist():
                 and FILES.fullmatch(code)
                 and code.endswith((".py", ".sh", ".sbatch", ".yaml", ".md"))
             ):
-                assert any((ROOT / place / code).exists() for place in places), f"{page.name}: no file {code}"
+                there = any((ROOT / place / code).exists() for place in places)
+                assert there or list((ROOT / "tests").rglob(code)), f"{page.name}: no file {code}"
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.*)$", re.sub(r"(?ms)^```.*?^```$", "", page.read_text()))
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_links_lead_somewhere():
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
             if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name}: no {target}"
+                path = page.parent / target if target else page
+                assert path.exists(), f"{page.name}: no {target}"
+                assert not anchor or anchor in anchors(path), f"{page.name}: no section {anchor} in {path.name}"
+
+
+def test_the_index_has_every_page():
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert [page.name for page in PAGES if f"{page.name}" not in index and page.stem not in index] == []
 
 
 @pytest.mark.slow
