@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = commands.add_parser("data", help="tokenise a configuration's sources ahead, and describe them", **keys)
     data.add_argument("config", help="a configuration file, or the name of a shipped one")
     sample = commands.add_parser("sample", help="continue a prompt with a trained model")
-    sample.add_argument("run_dir", type=Path, help="folder of a run")
+    sample.add_argument("run", help="folder of a run, or RUN@STEP for the model of one of its checkpoints")
     sample.add_argument("prompt", help="text to continue")
     sample.add_argument("--tokens", type=int, default=256, help="tokens to add (default 256)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
@@ -156,18 +156,20 @@ def _report(args: argparse.Namespace) -> None:
 def _sample(args: argparse.Namespace) -> None:
     if args.raw and sys.stdout.isatty():
         raise ConfigError("--raw: control characters could change the terminal; write to a pipe or a file")
-    path = args.run_dir / "config.json"
+    from dsv4_jax.train.checkpoint import load_model, parse_source
+
+    run_dir, _ = parse_source(args.run)
+    path = run_dir / "config.json"
     if not path.exists():
-        raise ConfigError(f"{args.run_dir} is not a run directory: it has no config.json")
+        raise ConfigError(f"{run_dir} is not a run directory: it has no config.json")
     config: Config = config_from_json(read_config(path))
     from dsv4_jax.data.tokenizer import load_tokenizer
     from dsv4_jax.generate.sample import sample
-    from dsv4_jax.train.checkpoint import load_model
 
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.border)
-    model = load_model(config)
+    model = load_model(config, args.run)  # the run may have been moved since config.json was written
     if args.draft and not config.model.dspark_target_layer_ids:
-        raise ConfigError(f"--draft: the model of {args.run_dir} has no draft blocks")
+        raise ConfigError(f"--draft: the model of {run_dir} has no draft blocks")
     text, speculated = sample(model, tokenizer, args.prompt, args.tokens, args.seed, args.temperature, draft=args.draft)
     print(args.prompt + text if args.raw else printable(args.prompt + text))
     if speculated is not None:

@@ -10,6 +10,7 @@ from test_resume import content
 
 import dsv4_jax as ds
 from dsv4_jax import cli
+from dsv4_jax.generate import sample as generate
 from dsv4_jax.train import manifests, run
 from dsv4_jax.train.checkpoint import load_model
 from dsv4_jax.train.run_dir import RunLock
@@ -171,3 +172,19 @@ def test_a_fork_of_another_model_or_optimizer_is_refused(original, corpus, tmp_p
 def test_a_folder_that_ends_like_a_step_is_named_with_a_slash(original, corpus, tmp_path):
     shutil.copytree(original, tmp_path / "run@3")
     assert "step 8: fork" in train(decaying(corpus, tmp_path / "new", fork_from=f"{tmp_path}/run@3/"))
+
+
+def test_a_sample_is_of_the_named_step_and_folder(original, tmp_path, monkeypatch, capsys):
+    """Also of a run that was moved, whose config.json names another folder; and of a run that was taken back."""
+    moved, models = tmp_path / "moved", []
+    shutil.copytree(original, moved)
+    monkeypatch.setattr(generate, "sample", lambda model, *_, **__: (models.append(ds.to_official(model)) or "", None))
+    for source in (original, f"{original}@3", moved, f"{moved}@3"):
+        cli.main(["sample", str(source), "x"])
+    newest, three, *others = models
+    assert not same(newest, three) and same(newest, others[0]) and same(three, others[1])
+    shutil.rmtree(moved / "checkpoints")
+    for source, words in ((moved, "holds no checkpoint"), (f"{original}@4", "those of steps 3, 6, 8")):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["sample", str(source), "x"])
+        assert words in capsys.readouterr().err

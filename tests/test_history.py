@@ -107,3 +107,19 @@ def test_steps_beyond_the_stages_are_counted_with_the_batches_that_were_read(cor
         train(larger.replace({"train.steps": 10}))
     assert "resumed" in train(larger.replace({"train.steps": 9}))
     assert metrics(tmp_path)[-1]["step"] == 9
+
+
+def test_an_evaluation_due_at_the_end_of_a_stage_belongs_to_it(corpus, tmp_path, monkeypatch):
+    """With its rows, not those of the stage that the next command enters."""
+    stages = Stage(name="a", until=4 * 128), Stage(name="b", until=6 * 128, changes={"data.seq_len": 32})
+    runs = {name: small(corpus, tmp_path / name, eval_every=2) for name in ("straight", "stopped")}
+    runs = {name: cfg.replace({"stages": stages, "train.steps": 0}) for name, cfg in runs.items()}
+    train(runs["straight"])
+    stop = lambda: contextlib.nullcontext(lambda now: signal.SIGTERM if now == 4 else 0)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(run, "stop_signals", stop)
+        train(runs["stopped"])
+    train(runs["stopped"])
+    lines = [timeless(metrics(tmp_path / name)) for name in runs]
+    assert lines[0] == lines[1] and "eval_loss" in lines[0][3]
+    assert (tmp_path / "straight" / "events.jsonl").read_text() == (tmp_path / "stopped" / "events.jsonl").read_text()

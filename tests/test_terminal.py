@@ -58,7 +58,7 @@ def test_a_run_prints_no_control_characters_of_its_sample(corpus, tmp_path, monk
 @pytest.fixture
 def evil_model(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(sampling, "sample", lambda *arguments, **options: (EVIL, None))
-    monkeypatch.setattr(checkpoint, "load_model", lambda cfg: None)
+    monkeypatch.setattr(checkpoint, "load_model", lambda *_: None)
     config = run_dir.resolved(small(corpus, tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(config))
     return str(tmp_path)
