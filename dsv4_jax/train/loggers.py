@@ -86,7 +86,7 @@ def find_loggers(names: tuple[str, ...]) -> list[Callable[[Config, Path, int], L
 
 
 def make_loggers(cfg: Config, run_dir: Path, step: int) -> list[Logger]:
-    """Make the loggers of a run that goes on after `step`.
+    """Make the loggers of a run that continues after `step`.
 
     Raises:
         ConfigError: if what a function returns is no logger.

@@ -35,7 +35,7 @@ class SpikeError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """What the steps of a run write to, open while they run.
+    """Destinations of what the steps of a run write, open while they run.
 
     Attributes:
         stopped: function of the step that returns the signal to stop by, or 0 (`stop_signals`).
@@ -52,7 +52,7 @@ class Outputs:
 
 @dataclasses.dataclass(frozen=True)
 class StageInputs:
-    """What the steps of one stage read.
+    """Inputs of the steps of one stage.
 
     Attributes:
         stage: configuration and first and last step.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run compiles: its programs, the options they are compiled with, and the folder that keeps them."""
+"""Compile the programs of a run: which ones, with which options, and the folder that keeps them."""
 
 import dataclasses
 import hashlib
@@ -41,7 +41,7 @@ class CompilePolicy:
 
     @property
     def repeated(self) -> Options | None:
-        """Options for programs that run many times, on the devices in use."""
+        """Return the options for programs that run many times, on the devices in use; None: XLA's defaults."""
         return self.cpu if on_cpu() else None
 
 
@@ -49,7 +49,7 @@ POLICY = CompilePolicy()
 
 
 class Programs:
-    """The compiled programs of a run, of all its stages: a rollback may return to one of them."""
+    """Compile the programs of a run and keep those of all its stages: a rollback may return to one of them."""
 
     def __init__(self, timing: Timing, say: Callable[[str], None]):
         """Account for the time of compiling in `timing`; `say` prints a line for each program."""

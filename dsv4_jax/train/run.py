@@ -96,7 +96,7 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
     if cfg.model.engram_layer_ids and make_token_map(cfg.model) is None:
         raise ConfigError(
             f"model.engram_compressed_vocab_size = {cfg.model.engram_compressed_vocab_size} needs "
-            "model.engram_token_map: the tokenizer.json or the .npy that gives so many numbers"
+            "model.engram_token_map: the tokenizer.json or the .npy that gives that size"
         )
 
     # Start the devices, and describe the stage to come.

@@ -26,7 +26,7 @@ from dsv4_jax.train.timing import Timing
 
 
 class Trainer:
-    """What lasts from one step of a run to the next, beside its `TrainState`.
+    """Hold what lasts from one step of a run to the next, beside its `TrainState`; save and restore both.
 
     Attributes:
         cfg: the run.
