@@ -74,8 +74,8 @@ def _describes(config: str, *parts: str) -> Callable[[], str]:
         import jax
 
         import dsv4_jax as ds
-        from dsv4_jax import summary
         from dsv4_jax.mesh import abstract_mesh
+        from dsv4_jax.train import describe
         from dsv4_jax.train.objectives import objective_of
         from dsv4_jax.train.state import abstract_state
 
@@ -83,14 +83,14 @@ def _describes(config: str, *parts: str) -> Callable[[], str]:
         cfg = run.legs[0].cfg
         lines: list[str] = []
         if "stages" in parts:
-            lines += summary.describe_stages(run)
+            lines += describe.describe_stages(run)
         if "model" in parts:
-            lines += summary.describe_model(cfg.model)
+            lines += describe.describe_model(cfg.model)
         with abstract_mesh(cfg.mesh.data, cfg.mesh.expert, cfg.mesh.context):
             if "objective" in parts:
-                lines.append(summary.describe_objective(objective_of(cfg).weights))
+                lines.append(describe.describe_objective(objective_of(cfg).weights))
             if "optimizer" in parts:
-                lines += summary.describe_optimizer(cfg)
+                lines += describe.describe_optimizer(cfg)
             if "checkpoint" in parts:
                 state = abstract_state(run)
                 arrays = jax.tree.leaves((state.params, state.opt_state))
@@ -190,7 +190,7 @@ def _expensive() -> Iterator[Figure]:
         run_dir = "{tmp}/" + re.sub(r"[^\w]+", "_", more)
         command = f"python train.py configs/tiny_v4.py {more} --train.run-dir {run_dir}"
         yield make(page, there, command, held_out, within=0.05)
-    for step, column in itertools.product((100, 120, 170), ("eval_recall", "eval_recall_random")):
+    for step, column in itertools.product((100, 120, 170), ("eval/recall", "eval/recall_random")):
         there = rf"(?m)^\| {step}[^|]*\| [^|]*\| [^|]*\| " + ("[^|]*\\| " if "random" in column else "") + r"([\d.]+)"
         found = rf'"step": {step}\b[^\n]*"{column}": ([\d.]+)'
         yield make("docs/stages.md", there, stages, found, within=0.05)
@@ -199,7 +199,7 @@ def _expensive() -> Iterator[Figure]:
         "{tmp}/draft --train.steps 40 --optim.learning-rate 3e-3 --optim.decay-steps 20 --loss.draft-anchors 64"
     )
     for step, there in ((1, r"acceptance\s+from ([\d.]+) to"), (40, r"acceptance\s+from [\d.]+ to ([\d.]+)\.")):
-        yield make(page, there, draft, rf'"step": {step}\b[^\n]*"draft_acceptance": ([\d.]+)', within=0.2)
+        yield make(page, there, draft, rf'"step": {step}\b[^\n]*"train/draft_acceptance": ([\d.]+)', within=0.2)
     command = "python benchmarks/grouped_matmul.py"
     for shape, groups in (("4096 x 512 x 512", 8), ("4096 x 512 x 512", 64), ("8192 x 128 x 128", 16)):
         for kind in ("forward", "gradient"):

@@ -16,7 +16,7 @@ from timing import fastest
 import dsv4_jax as ds
 from dsv4_jax.data.batch import abstract_batch
 from dsv4_jax.mesh import make_mesh, start_devices
-from dsv4_jax.summary import operations_per_token
+from dsv4_jax.model.counts import operations_per_token
 from dsv4_jax.train.hardware import peak_flops
 from dsv4_jax.train.state import init_state
 from dsv4_jax.train.step import make_train_step

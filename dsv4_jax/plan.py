@@ -11,12 +11,14 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from dsv4_jax import summary
 from dsv4_jax.config import Config, MeshConfig
 from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.batch import abstract_batch
 from dsv4_jax.mesh import AXES, abstract_mesh
+from dsv4_jax.model.counts import operations_per_token
 from dsv4_jax.section import ConfigError
+from dsv4_jax.train import describe
+from dsv4_jax.train.checks import trace_functions
 from dsv4_jax.train.objectives import objective_of
 from dsv4_jax.train.state import abstract_state
 from dsv4_jax.train.step import make_train_step
@@ -43,17 +45,18 @@ def plan(config: Config, number: int = 1, topology: str | None = None) -> Iterat
     config.check_steps()
     stage = config.legs[number - 1]
     cfg = stage.cfg
+    trace_functions(config)
     devices = slice_devices(topology, cfg.mesh) if topology else None
     if config.stages:
-        yield from (*summary.describe_stages(config), "", f"Stage {number}, {stage.stage.name}:")
+        yield from (*describe.describe_stages(config), "", f"Stage {number}, {stage.stage.name}:")
     with abstract_mesh(cfg.mesh.data, cfg.mesh.expert, cfg.mesh.context):
-        optimizer, parameters = summary.describe_optimizer(cfg)
-        matrices, attention = summary.operations_per_token(cfg.model, cfg.data.seq_len)
-        yield from summary.describe_model(cfg.model)
+        optimizer, parameters = describe.describe_optimizer(cfg)
+        matrices, attention = operations_per_token(cfg.model, cfg.data.seq_len)
+        yield from describe.describe_model(cfg.model)
         yield f"operations  {matrices:.3g} a token in matrices, {attention:.3g} in attention, forward and backward"
-        yield from (summary.describe_objective(objective_of(cfg).weights), optimizer, "", parameters, "")
-        yield from summary.describe_placement(config, stage)
-        yield from summary.describe_activations(cfg)
+        yield from (describe.describe_objective(objective_of(cfg).weights), optimizer, "", parameters, "")
+        yield from describe.describe_placement(config, stage)
+        yield from describe.describe_activations(cfg)
     if devices is not None:
         yield from ("", *compile_for(config, stage, devices))
 

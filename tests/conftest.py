@@ -90,7 +90,7 @@ def cheap_compilation():
 
     def once(self, leg, name, state, batch):
         train = leg.cfg.train
-        train = (train.objective, train.seed, train.steps, train.accumulate, train.frozen)
+        train = (train.objective, train.metrics, train.seed, train.steps, train.accumulate, train.frozen)
         shapes = sorted((n, x.shape, str(x.sharding)) for n, x in batch.items())
         sections = [getattr(leg.cfg, name) for name in ("model", "data", "optim", "loss", "mesh")]
         sections.append(leg.cfg.routing.bias_speed)

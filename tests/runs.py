@@ -69,5 +69,5 @@ def metrics(run_dir):
 
 def timeless(lines):
     """The lines without what depends on the machine's speed and load."""
-    timed = ("tokens_per_s", "goodput", "mfu", "memory", "seconds/")
+    timed = ("tokens_per_s", "perf/")
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]

@@ -166,7 +166,7 @@ def test_the_experts_of_step_t_are_those_of_the_parameters_d_steps_before(corpus
         np.testing.assert_array_equal(used, programs.route(log.states[max(t - delay, 0)], batch))
         stale += not np.array_equal(used, programs.route(log.states[t], batch))
     assert stale >= 5  # the delay does make a difference
-    assert [line["lag"] for line in metrics(tmp_path)] == [0, 1, 2, 2, 2, 2, 2, 2]
+    assert [line["train/lag"] for line in metrics(tmp_path)] == [0, 1, 2, 2, 2, 2, 2, 2]
     assert log.chosen == [0, 0, 0, 1, 2, 3, 4, 5]  # none for batches that never come
 
 
@@ -190,7 +190,9 @@ def test_without_learning_the_delay_makes_no_difference(corpus, tmp_path, on):
     lines = []
     for name, mode in (("off", "off"), ("on", "on")):
         train(anticipating(corpus, tmp_path / name, 3, mode, speed=0.0, rate=1e-30))
-        lines.append([{k: v for k, v in line.items() if k != "lag"} for line in timeless(metrics(tmp_path / name))])
+        lines.append(
+            [{k: v for k, v in line.items() if k != "train/lag"} for line in timeless(metrics(tmp_path / name))]
+        )
     assert lines[0] == lines[1]
     assert timeless(metrics(on))[-1]["loss"] != lines[0][-1]["loss"]
 
@@ -221,4 +223,4 @@ def test_other_batches_after_a_resume_are_routed_anew(corpus, tmp_path, on):
     cfg = anticipating(corpus, tmp_path / "run", 3)
     said = train(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, batch_size=4)))
     assert "anticipatory routing starts again" in said
-    assert [line["lag"] for line in metrics(tmp_path / "run")][6:] == [0, 1]
+    assert [line["train/lag"] for line in metrics(tmp_path / "run")][6:] == [0, 1]

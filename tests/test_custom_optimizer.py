@@ -30,7 +30,7 @@ def test_lion_trains_and_a_resumed_run_goes_on_with_it(corpus, tmp_path, lion):
     whole = with_make(small(corpus, tmp_path / "whole"), lion)
     assert f"optimizer   {lion}: custom" in train(whole)
     lines = metrics(tmp_path / "whole")
-    assert all("update_ratio/custom" in line for line in lines)
+    assert all("optim/update_ratio/custom" in line for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
     saved = config_from_json(json.loads((tmp_path / "whole" / "config.json").read_text()))
     assert saved.optim.make == lion

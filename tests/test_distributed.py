@@ -76,7 +76,7 @@ def test_eight_devices_in_one_process_and_in_two(tmp_path):
     unigram = [re.findall("unigram entropy.*", text) for text in (*alone, said[0])]
     assert len(unigram[0]) == 1 and unigram[0] == unigram[1] == unigram[2]
     for a, b, c in zip(*(metrics(tmp_path / name) for name in ("one", "eight", "two")), strict=True):
-        for name in ("loss", "mtp_loss", "balance_loss", "indexer_loss", "grad_norm", "tokens", "lr"):
+        for name in ("loss", "train/mtp_loss", "train/balance_loss", "train/indexer_loss", "grad_norm", "tokens", "lr"):
             np.testing.assert_allclose([b[name], c[name]], a[name], rtol=2e-4, err_msg=name)
         np.testing.assert_allclose(c["loss"], b["loss"], rtol=1e-5)
     # What two processes have saved, eight devices in one go on with, and one device too; with other workers.

@@ -164,14 +164,16 @@ def draft_steps(shape: tuple[int, int, int], steps: int):
         assert not loops(step.as_text()) or shape == (1, 1, 1)
         for _ in range(steps):
             state, metrics = step(state, batch)
-            found.append({name: float(metrics[name]) for name in ("draft_ce", "draft_distance", "grad_norm")})
+            found.append(
+                {name: float(metrics[name]) for name in ("train/draft_ce", "train/draft_distance", "grad_norm")}
+            )
         return before, jax.device_get(state.params), found
 
 
 def test_the_draft_stage_trains():
     """The backbone stays bit for bit; drafts come closer to the backbone."""
     before, after, found = draft_steps((1, 1, 1), 30)
-    assert np.mean([m["draft_distance"] for m in found[-5:]]) < 0.9 * found[0]["draft_distance"]
+    assert np.mean([m["train/draft_distance"] for m in found[-5:]]) < 0.9 * found[0]["train/draft_distance"]
     for (path, old), (_, new) in zip(nnx.to_flat_state(before), nnx.to_flat_state(after), strict=True):
         same = np.array_equal(old.get_value(), new.get_value())
         assert same == (path[0] != "mtp"), path

@@ -93,9 +93,9 @@ def test_means_by_kind():
         return {"text": (3.0, 2), "image": (float(b["weight"] * b["patches"][0].sum()), 3)}
 
     found = evaluate(step, None, batches, lambda b: b)
-    assert found == {"eval_loss": 1.5, "eval_loss_image": (15 + 12) / 6, "eval_loss_wrong_image": (6 + 30) / 6}
+    assert found == {"eval/loss": 1.5, "eval/loss_image": (15 + 12) / 6, "eval/loss_wrong_image": (6 + 30) / 6}
     only_images = evaluate(lambda state, b: {"text": (0.0, 0), "image": (4.0, 2)}, None, batches, lambda b: b)
-    assert only_images["eval_loss"] == 2.0
-    assert evaluate(lambda state, b: {"text": (4.0, 2)}, None, batches, lambda b: b) == {"eval_loss": 2.0}
+    assert only_images["eval/loss"] == 2.0
+    assert evaluate(lambda state, b: {"text": (4.0, 2)}, None, batches, lambda b: b) == {"eval/loss": 2.0}
     no_choice = {"text": (4.0, 2), "recall": (0.0, 0.0), "recall_random": (0.0, 0.0)}
-    assert evaluate(lambda state, b: no_choice, None, batches, lambda b: b) == {"eval_loss": 2.0}
+    assert evaluate(lambda state, b: no_choice, None, batches, lambda b: b) == {"eval/loss": 2.0}

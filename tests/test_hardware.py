@@ -11,8 +11,8 @@ from conftest import ROOT
 from runs import metrics, small, train
 
 from dsv4_jax.config import TrainConfig
+from dsv4_jax.model.counts import operations_per_token
 from dsv4_jax.section import ConfigError
-from dsv4_jax.summary import operations_per_token
 from dsv4_jax.train import hardware, programs
 
 CACHED = """
@@ -46,8 +46,8 @@ def test_utilisation_is_operations_over_the_peak_of_all_devices(corpus, tmp_path
     train(cfg)
     each = sum(operations_per_token(cfg.model, cfg.data.seq_len)) / (1e12 * jax.device_count())
     for line in metrics(tmp_path):
-        assert line["mfu"] == pytest.approx(line["tokens_per_s"] * each)
-        assert "memory_in_use" not in line  # CPUs do not report it
+        assert line["perf/mfu"] == pytest.approx(line["tokens_per_s"] * each)
+        assert "perf/memory_in_use" not in line  # CPUs do not report it
     assert hardware.utilisation_per_rate(small(corpus, tmp_path)) == 0  # the peak of a CPU is unknown
     assert hardware.utilisation_per_rate(small(corpus, tmp_path, peak_flops=1e12, frozen="embed")) == 0
     with pytest.raises(ConfigError, match="peak_flops"):
@@ -67,4 +67,4 @@ def test_peaks_and_memory_by_device(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [Device(1)])
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(3), Device(5)])
     assert hardware.peak_flops(0.0) == 989e12 and hardware.peak_flops(7.0) == 7.0
-    assert hardware.device_memory() == {"memory_in_use": 5, "memory_peak": 10}
+    assert hardware.device_memory() == {"perf/memory_in_use": 5, "perf/memory_peak": 10}

@@ -91,7 +91,7 @@ def test_a_stop_at_an_evaluation_leaves_it_to_the_next_command(straight, corpus,
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(run, "stop_signals", stop)
         train(small(corpus, tmp_path))
-    assert metrics(tmp_path)[-1]["step"] == step and "eval_loss" not in metrics(tmp_path)[-1]
+    assert metrics(tmp_path)[-1]["step"] == step and "eval/loss" not in metrics(tmp_path)[-1]
     said = train(small(corpus, tmp_path))
     assert f"step {step}: held-out loss" in said and "unigram entropy" in said
     assert timeless(metrics(tmp_path)) == timeless(metrics(straight))

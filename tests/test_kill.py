@@ -46,7 +46,7 @@ def make_step(cfg, clock):
         seen = sum(jnp.sin(x * jnp.arange(1.0, x.size + 1).reshape(x.shape)).sum() for x in batch.values())
         params = jax.tree.map(lambda p: 0.9 * p + jnp.sin(seen + p), state.params)
         loss = sum(p.mean() for p in jax.tree.leaves(params))
-        rest = dict.fromkeys(("mtp_loss", "balance_loss", "lr", "grad_norm", "objective"), loss)
+        rest = dict.fromkeys(("train/mtp_loss", "train/balance_loss", "lr", "grad_norm", "train/objective"), loss)
         count = {"tokens": (batch["segment_ids"] > 0).sum(), "finite": jnp.isfinite(loss), "grad_norms": {}}
         return dataclasses.replace(state, params=params, step=state.step + 1), rest | count | {"loss": loss}
     return step

@@ -44,7 +44,7 @@ def test_weights_and_biases_goes_on_in_the_same_run(corpus, tmp_path, monkeypatc
         stub = Stub()
         monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=stub.init, __spec__=True))
         (logger,) = make_loggers(runs.small(corpus, tmp_path / "run", loggers=("wandb",)), tmp_path / "run", step)
-        logger.write({"step": step + 1, "loss": 2.0, "eval_loss": None})
+        logger.write({"step": step + 1, "loss": 2.0, "eval/loss": None})
         logger.close()
         names = [call[0] for call in stub.calls]
         assert names == ["init", "define_metric", "log", "finish"]

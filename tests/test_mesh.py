@@ -141,7 +141,7 @@ def one41():
 @pytest.mark.parametrize("shape", [(2, 2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in REST)])
 def test_v41_on_any_mesh(shape, one41):
     assert all(np.asarray(g).any() for name, g in one41[2].items() if "bias" not in name)
-    assert 0 < one41[0]["clamped"] < 1
+    assert 0 < one41[0]["moe/clamped"] < 1
     assert one41[1][:, 1].sum() == 3 * 2 * (2 * 4 + 2 + 4)  # layers, experts of a token, positions of images
     same(on_mesh(make_mesh(*shape), MODEL41), one41)
 
@@ -203,11 +203,11 @@ def test_three_steps_on_any_mesh(shape, one_run, capfd):
     states, metrics = run
     jax.tree.map(np.testing.assert_array_equal, states[0], states_1[0])
     *metrics, nothing = metrics  # a batch of padding has no loss and no gradient
-    assert nothing["finite"] and nothing["objective"] == 0 == nothing["grad_norm"]
+    assert nothing["finite"] and nothing["train/objective"] == 0 == nothing["grad_norm"]
     for found, want in zip(metrics, metrics_1[:3], strict=True):
-        for name in ("loss", "mtp_loss", "balance_loss", "indexer_loss", "grad_norm"):
+        for name in ("loss", "train/mtp_loss", "train/balance_loss", "train/indexer_loss", "grad_norm"):
             np.testing.assert_allclose(found[name], want[name], rtol=1e-5, err_msg=name)
-        assert found["tokens"] == want["tokens"] and found["load_max"] == want["load_max"]
+        assert found["tokens"] == want["tokens"] and found["moe/load_max"] == want["moe/load_max"]
     jax.tree.map(np.testing.assert_array_equal, states[3].buffers, states_1[3].buffers)
     # The moments after one step are the gradients, or their squares.
     for (path, got), want in zip(

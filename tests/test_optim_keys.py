@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 from runs import small
 
-from dsv4_jax.train.state import abstract_model, optimizer, parameter_groups
+from dsv4_jax.train.optimizer import optimizer, parameter_groups
+from dsv4_jax.train.state import abstract_model
 
 CFG = small("", "run").replace({"optim.name": "deepseek_v41", "optim.weight_decay": 0.0, "optim.momentum": 0.0})
 SHAPES = nnx.state(abstract_model(CFG), nnx.Param)

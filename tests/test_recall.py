@@ -131,14 +131,14 @@ def test_evaluation_on_any_mesh(name: str, shape):
     one = evaluated(model, (1, 1, 1), select="masked")
     assert evaluated(model, shape, select="gathered") == pytest.approx(one, rel=1e-5)
     visible = visible_entries(batch()["segment_ids"], model.compress_ratios[0])
-    assert one["eval_recall_random"] == pytest.approx((2 / visible[visible > 2]).mean(), rel=1e-5)
-    assert 0 < one["eval_recall"] < 1
+    assert one["eval/recall_random"] == pytest.approx((2 / visible[visible > 2]).mean(), rel=1e-5)
+    assert 0 < one["eval/recall"] < 1
 
 
 @pytest.mark.slow
 def test_stages():
     """Warm-up tells it too; dense, which leaves the indexer alone, and rows without a choice tell nothing."""
-    want = {"eval_loss", "eval_recall", "eval_recall_random"}
+    want = {"eval/loss", "eval/recall", "eval/recall_random"}
     assert evaluated(MODELS["CSA"], (1, 1, 1), attention="warmup").keys() == want
-    assert evaluated(MODELS["CSA"], (1, 1, 1), attention="dense").keys() == {"eval_loss"}
-    assert evaluated(MODELS["CSA"], (1, 1, 1), index_topk=10).keys() == {"eval_loss"}
+    assert evaluated(MODELS["CSA"], (1, 1, 1), attention="dense").keys() == {"eval/loss"}
+    assert evaluated(MODELS["CSA"], (1, 1, 1), index_topk=10).keys() == {"eval/loss"}

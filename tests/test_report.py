@@ -15,9 +15,10 @@ from dsv4_jax.report.page import MISSING
 from dsv4_jax.section import ConfigError
 
 ALL = (
-    *("loss", "mtp_loss", "balance_loss", "indexer_loss", "objective", "recall", "lr", "grad_norm", "tokens_per_s"),
-    *("load_max", "load_dead", "load_entropy", "bias_max", "clamped", "skipped", "spikes", "rollbacks", "lag"),
-    *("update_ratio/muon", "update_ratio/adamw", "mystery"),
+    *("loss", "train/mtp_loss", "train/balance_loss", "train/indexer_loss", "train/objective", "recall", "lr"),
+    *("grad_norm", "tokens_per_s", "moe/load_max", "moe/load_dead", "moe/load_entropy", "moe/bias_max", "moe/clamped"),
+    *("train/skipped", "train/spikes", "train/rollbacks", "train/lag", "perf/mfu"),
+    *("optim/update_ratio/muon", "optim/update_ratio/adamw", "mystery"),
 )
 
 
@@ -65,11 +66,11 @@ def cells(text):
 
 
 def test_the_page_has_every_chart_and_needs_no_other_file(tmp_path):
-    rows = [step(n, **({"eval_loss": 2.0 - n / 10} if n % 3 == 0 else {})) for n in range(1, 10)]
+    rows = [step(n, **({"eval/loss": 2.0 - n / 10} if n % 3 == 0 else {})) for n in range(1, 10)]
     text = page(tmp_path, a_run(tmp_path / "one", rows))
     found = curves(text)
-    assert set(found) == {f"{name}:one" for name in (*ALL, "eval_loss")}
-    assert found["loss:one"] == 9 and found["eval_loss:one"] == 3
+    assert set(found) == {f"{name}:one" for name in (*ALL, "eval/loss")}
+    assert found["loss:one"] == 9 and found["eval/loss:one"] == 3
     assert text.count("<svg") == len(ALL) and "<script" not in text and "<link" not in text and "@import" not in text
     outside = re.sub(r'xmlns(:xlink)?="[^"]*"', "", text)
     assert "http" not in outside and "url(http" not in outside and "src=" not in outside
@@ -119,16 +120,16 @@ def test_runs_with_different_metrics_and_without_tokens(tmp_path):
 
 
 def test_images_are_dashed_in_the_chart_of_the_text(tmp_path):
-    rows = [step(n, ["load_max"], load_max_image=2.0 + n, eval_loss_image=2.0) for n in range(1, 4)]
+    rows = [step(n, ["moe/load_max"], **{"moe/load_max_image": 2.0 + n, "eval/loss_image": 2.0}) for n in range(1, 4)]
     text = page(tmp_path, a_run(tmp_path / "run", rows))
     assert text.count("<svg") == 2 and text.count('class="dashed"') == 1
     assert "run, image" in text and "run, held out, image" in text and "stroke-dasharray" in text
 
 
 def test_the_indexer_and_a_random_choice_share_a_chart(tmp_path):
-    rows = [step(n, [], eval_recall=0.9, eval_recall_random=0.2) for n in range(1, 4)]
+    rows = [step(n, [], **{"eval/recall": 0.9, "eval/recall_random": 0.2}) for n in range(1, 4)]
     text = page(tmp_path, a_run(tmp_path / "run", rows))
-    assert set(curves(text)) == {"eval_recall:run", "eval_recall_random:run"} and text.count("<svg") == 1
+    assert set(curves(text)) == {"eval/recall:run", "eval/recall_random:run"} and text.count("<svg") == 1
     legend = re.findall("<span>.*?</span>", text)
     assert [re.sub("<.*?>", "", entry) for entry in legend] == ["run, held out", "run, held out, random choice"]
     assert 'class="solid dot"' in legend[0] and 'class="dashed dot"' in legend[1] and "stroke-dasharray" in text
@@ -148,7 +149,7 @@ def rolled_back(folder, spike=0.5):
     """Steps 1 to 30, of which 21 to 30 are lost, and 21 to 40; a held-out loss at every tenth."""
     before = [step(n, ["loss", "lr"], loss=2.0 + (n == 29) * spike - n / 40) for n in range(1, 31)]
     after = [step(n, ["loss", "lr"], loss=2.0 - n / 40, late=1.0) for n in range(21, 41)]
-    rows = [row | ({"eval_loss": 3.0} if row["step"] % 10 == 0 else {}) for row in (*before, *after)]
+    rows = [row | ({"eval/loss": 3.0} if row["step"] % 10 == 0 else {}) for row in (*before, *after)]
     for row in rows[20:30]:
         row["lr"] = None  # nothing that could be drawn
     return a_run(folder, rows)
@@ -158,8 +159,8 @@ def test_what_was_rolled_back_is_faint_in_the_charts_and_nowhere_else(tmp_path):
     text = page(tmp_path, rolled_back(tmp_path / "run"))
     assert cells(text)[1][:5] == ["run", "40", "20.48k", "1", "3"]
     found = curves(text)
-    assert found["loss:run"] == 40 and found["lost loss:run"] == 11 and found["lost eval_loss:run"] == 2
-    assert set(found) == {"loss:run", "eval_loss:run", "lost loss:run", "lost eval_loss:run", "lr:run", "late:run"}
+    assert found["loss:run"] == 40 and found["lost loss:run"] == 11 and found["lost eval/loss:run"] == 2
+    assert set(found) == {"loss:run", "eval/loss:run", "lost loss:run", "lost eval/loss:run", "lr:run", "late:run"}
     (group,) = re.findall(r'(?s)<g id="lost loss:run">.*?</g>', text)
     assert f"stroke: {drawing.PALETTE[0]}" in group and "stroke-dasharray" in group and "stroke-opacity: 0.7" in group
     entries = {title: chart.count("rolled back") for title, chart in charts(text).items()}
@@ -177,8 +178,8 @@ def test_lost_parts_are_not_joined(tmp_path):
 
 
 def test_a_held_out_value_before_the_loss_is_not_lost(tmp_path):
-    rows = [step(1, ["loss"], eval_loss=1.0), step(2, ["loss"]), step(2, ["loss"])]
-    assert set(curves(page(tmp_path, a_run(tmp_path / "run", rows)))) == {"loss:run", "eval_loss:run", "lost loss:run"}
+    rows = [step(1, ["loss"], **{"eval/loss": 1.0}), step(2, ["loss"]), step(2, ["loss"])]
+    assert set(curves(page(tmp_path, a_run(tmp_path / "run", rows)))) == {"loss:run", "eval/loss:run", "lost loss:run"}
 
 
 @pytest.mark.parametrize("spike", [1e9, -1e9])
@@ -241,7 +242,9 @@ def test_only_the_last_events_are_shown(tmp_path):
 
 
 def layers(folder, count):
-    rows = [step(n, ["load_max", "load_max/mtp", *(f"load_max/{i}" for i in range(count))]) for n in range(1, 4)]
+    rows = [
+        step(n, ["moe/load_max", "moe/load_max/mtp", *(f"moe/load_max/{i}" for i in range(count))]) for n in range(1, 4)
+    ]
     return a_run(folder, rows)
 
 
@@ -250,15 +253,15 @@ def test_many_layers_are_a_chart_with_a_scale_of_colours(tmp_path):
     pictures = charts(text)
     assert set(pictures) == {"Largest expert load", "Largest expert load by layer"}
     picture = pictures["Largest expert load by layer"]
-    assert set(curves(picture)) == {f"load_max/{name}:run" for name in (*range(43), "mtp")}
+    assert set(curves(picture)) == {f"moe/load_max/{name}:run" for name in (*range(43), "mtp")}
     scale = re.search(r"<span>layer 0<i[^>]*gradient\(90deg,(.*?)\)\"></i>layer 42</span>", picture)[1].split(",")
     assert picture.count("<span>") == 2 and "</i>mtp</span>" in picture
-    drawn = [re.search(rf'(?s)id="load_max/{i}:run">.*?stroke: (#\w+)', picture)[1] for i in range(43)]
+    drawn = [re.search(rf'(?s)id="moe/load_max/{i}:run">.*?stroke: (#\w+)', picture)[1] for i in range(43)]
     assert drawn == scale and len(set(drawn)) == 43
 
 
 def test_few_layers_are_named_and_every_run_has_a_chart_of_them(tmp_path):
-    runs = [layers(tmp_path / "a", 2), layers(tmp_path / "b", 3), a_run(tmp_path / "c", [step(1, ["load_max"])])]
+    runs = [layers(tmp_path / "a", 2), layers(tmp_path / "b", 3), a_run(tmp_path / "c", [step(1, ["moe/load_max"])])]
     pictures = charts(page(tmp_path, *runs))
     assert set(pictures) == {"Largest expert load", *(f"Largest expert load by layer, {name}" for name in "ab")}
     names = re.findall("</i>(.*?)</span>", pictures["Largest expert load by layer, b"])
@@ -274,7 +277,7 @@ def test_a_last_line_cut_short_is_left_out(tmp_path, tail):
 def test_values_that_are_not_finite_are_gaps_that_the_legend_counts(tmp_path):
     bad = (np.nan, np.inf, -np.inf, None, "x")
     rows = [step(n + 1, ["lr"], loss=bad[n] if n < 5 else 1.0, grad_norm=np.nan, tokens_per_s=0.0) for n in range(9)]
-    rows += [step(10, ["lr"], loss=np.nan, **{"update_ratio/muon": 0.0})]  # nothing to draw on a logarithmic axis
+    rows += [step(10, ["lr"], loss=np.nan, **{"optim/update_ratio/muon": 0.0})]  # nothing to draw on a logarithmic axis
     text = page(tmp_path, a_run(tmp_path / "run", rows))
     assert "run, 6 values not finite" in text and "run, 9 values not finite" in text
     assert curves(text)["loss:run"] == 4
@@ -282,7 +285,7 @@ def test_values_that_are_not_finite_are_gaps_that_the_legend_counts(tmp_path):
 
 
 def test_one_step_is_a_point(tmp_path):
-    text = page(tmp_path, a_run(tmp_path / "run", [step(1, eval_loss=1.0)]))
+    text = page(tmp_path, a_run(tmp_path / "run", [step(1, **{"eval/loss": 1.0})]))
     assert text.count("<svg") == len(ALL) and text.count("<use") > len(ALL)
 
 
@@ -352,3 +355,14 @@ def test_a_long_run_is_thinned(tmp_path):
 )
 def test_human_numbers(x, words):
     assert human(x) == words
+
+
+def test_metrics_of_an_older_version_are_in_the_charts_of_today(tmp_path):
+    """Names had no groups then; a run that went on has lines of both kinds."""
+    old = {"eval_loss": 2.0, "mtp_loss": 3.0, "load_max/0": 1.5, "load_max_image": 1.0, "update_ratio/muon": 0.1}
+    old |= {"seconds/save": 1.0, "rollbacks": 1}
+    new = {"eval/loss": 1.0, "train/mtp_loss": 2.0, "moe/load_max/0": 1.2, "moe/load_max_image": 1.1}
+    new |= {"optim/update_ratio/muon": 0.2, "perf/seconds/save": 2.0, "train/rollbacks": 1}
+    rows = [step(1, ["loss"], **old), step(2, ["loss"], **new)]
+    found = curves(page(tmp_path, a_run(tmp_path / "run", rows)))
+    assert found == {f"{name}:run": 2 for name in ("loss", *new)}

@@ -21,7 +21,7 @@ from dsv4_jax.optim.schedules import (
     Stepwise,
     trapezoid,
 )
-from dsv4_jax.train.state import frozen, schedule
+from dsv4_jax.train.optimizer import frozen, schedule
 
 T = 10**12
 

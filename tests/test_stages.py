@@ -21,8 +21,9 @@ from dsv4_jax.mesh import make_mesh
 from dsv4_jax.train import run
 from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.feed import read_data
+from dsv4_jax.train.optimizer import split_trained
 from dsv4_jax.train.run_dir import resolved
-from dsv4_jax.train.state import init_state, split_trained
+from dsv4_jax.train.state import init_state
 from dsv4_jax.train.step import make_train_step
 from dsv4_jax.train.trainer import Trainer
 
@@ -113,7 +114,7 @@ def test_a_run_of_stages(in_one_go, corpus):
     lines = metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(1, 9)) and lines[-1]["loss"] < lines[0]["loss"]
     assert [line["lr"] for line in lines] == pytest.approx([5e-3, 1e-2, 1e-2, *[5e-3] * 5])
-    assert lines[5]["bias_max"] > 0 and lines[7]["bias_max"] == lines[5]["bias_max"]
+    assert lines[5]["moe/bias_max"] > 0 and lines[7]["moe/bias_max"] == lines[5]["moe/bias_max"]
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     assert [(e["step"], e["event"]) for e in events] == [(0, "stage"), (3, "stage"), (6, "stage")]
     assert "data.seq_len = 32" in events[1]["text"] and "wide up to step 6" in said
@@ -272,8 +273,8 @@ def test_the_whole_story_of_a_spike(corpus, tmp_path, poisoned):
     assert steps == [*range(1, 9), *range(7, 13)]
     # Steps 7 and 8 had the batches 6 and 7; a ninth was under way. Then step 7 has batch 8.
     assert [n for n in read() if n != 8][:8] == list(range(8)) and read()[-6:] == list(range(8, 14))
-    assert [lag for _, lag in lines_of(tmp_path, "lag")][8:] == [0, 1, 2, 2, 2, 0]
-    assert [n for _, n in lines_of(tmp_path, "rollbacks")] == [0] * 8 + [1] * 6
+    assert [lag for _, lag in lines_of(tmp_path, "train/lag")][8:] == [0, 1, 2, 2, 2, 0]
+    assert [n for _, n in lines_of(tmp_path, "train/rollbacks")] == [0] * 8 + [1] * 6
     assert max(loss for _, loss in lines_of(tmp_path, "loss")[8:]) < lines_of(tmp_path, "loss")[7][1] - 0.5
     assert "step 8: rollback: to step 6" in said
 
@@ -283,7 +284,10 @@ def test_going_back_without_leaving_out_repeats_bit_for_bit(corpus, tmp_path, po
     poisoned(7)
     with pytest.raises(ds.RunError, match="went back 2 times from the spike at step 8"):
         train(spiky(corpus, tmp_path, hold=0, limit=2))
-    lines = [{k: v for k, v in x.items() if k not in ("spikes", "rollbacks")} for x in timeless(metrics(tmp_path))]
+    lines = [
+        {k: v for k, v in x.items() if k not in ("train/spikes", "train/rollbacks")}
+        for x in timeless(metrics(tmp_path))
+    ]
     assert [line["step"] for line in lines] == [*range(1, 9), 7, 8, 7, 8]
     assert lines[8:10] == lines[6:8] == lines[10:12]
     with Checkpoints(tmp_path / "checkpoints", 2) as checkpoints:
@@ -297,8 +301,8 @@ def test_a_rollback_inside_the_profiled_steps_ends_their_trace(corpus, tmp_path,
     assert "profile     of steps 7 to 9" in said and said.count("profile     ") == 1
     assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
     lines = metrics(tmp_path)
-    assert lines[-1]["step"] == 12 and lines[7]["seconds/lost"] == 0 < lines[-1]["seconds/lost"]
-    assert lines[7]["seconds/restore"] < lines[-1]["seconds/restore"]
+    assert lines[-1]["step"] == 12 and lines[7]["perf/seconds/lost"] == 0 < lines[-1]["perf/seconds/lost"]
+    assert lines[7]["perf/seconds/restore"] < lines[-1]["perf/seconds/restore"]
 
 
 @pytest.mark.parametrize("at", [3, 4])
@@ -331,7 +335,7 @@ def test_a_spike_is_only_said_where_nothing_is_to_be_done(corpus, tmp_path, pois
     cfg = spiky(corpus, tmp_path)
     said = train(dataclasses.replace(cfg, routing=RoutingConfig()))
     assert "step 8: spike: loss" in said and "rollback" not in said
-    assert [n for _, n in lines_of(tmp_path, "spikes")] == [0] * 7 + [1] * 5
+    assert [n for _, n in lines_of(tmp_path, "train/spikes")] == [0] * 7 + [1] * 5
 
 
 def test_the_first_checkpoint_is_that_of_the_start(corpus, tmp_path, poisoned):
@@ -344,7 +348,7 @@ def test_the_first_checkpoint_is_that_of_the_start(corpus, tmp_path, poisoned):
 
 
 def test_ordinary_runs_have_no_spikes(in_one_go):
-    assert {n for _, n in lines_of(in_one_go[0], "spikes")} == {0}
+    assert {n for _, n in lines_of(in_one_go[0], "train/spikes")} == {0}
 
 
 @pytest.mark.slow
@@ -363,14 +367,14 @@ def test_recall_rises_from_dense_attention_through_the_warm_up_to_sparse(tmp_pat
     cfg = dataclasses.replace(cfg, model=INDEXED, data=data)
     parts = ((79, "dense"), (110, "warmup"), (130, "sparse"))
     train(staged(cfg, *((name, step * 4 * 128, {"model.attention": name}) for step, name in parts)))
-    lines = {line["step"]: line for line in metrics(tmp_path / "run") if "eval_loss" in line}
-    assert "eval_recall" not in lines[70] and lines[70]["indexer_loss"] == 0
-    recall = {step: line["eval_recall"] for step, line in lines.items() if step >= 80}
-    chance = lines[80]["eval_recall_random"]
+    lines = {line["step"]: line for line in metrics(tmp_path / "run") if "eval/loss" in line}
+    assert "eval/recall" not in lines[70] and lines[70]["train/indexer_loss"] == 0
+    recall = {step: line["eval/recall"] for step, line in lines.items() if step >= 80}
+    chance = lines[80]["eval/recall_random"]
     assert 0.1 < chance < 0.25 and recall[80] < 1.5 * chance  # after one step of warm-up
     assert recall[110] > 1.6 * chance and recall[110] > recall[80] + 0.05 and recall[130] > 1.6 * chance
-    assert lines[110]["indexer_loss"] < 0.2 * lines[80]["indexer_loss"]
-    assert lines[80]["eval_loss"] == lines[110]["eval_loss"]
+    assert lines[110]["train/indexer_loss"] < 0.2 * lines[80]["train/indexer_loss"]
+    assert lines[80]["eval/loss"] == lines[110]["eval/loss"]
 
 
 @pytest.mark.slow

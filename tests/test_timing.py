@@ -37,14 +37,14 @@ def test_seconds_by_hand():
     after(6)
     assert timing.lap() == 6
     want = {"compile": 10, "evaluate": 0, "save": 4, "restore": 0, "data": 1, "lost": 0}
-    assert timing.scalars() == {f"seconds/{k}": v for k, v in want.items()} | {"goodput": 9 / 28}
+    assert timing.scalars() == {f"perf/seconds/{k}": v for k, v in want.items()} | {"perf/goodput": 9 / 28}
     timing.took_back(1)  # the second step was done for nothing
-    assert timing.scalars()["seconds/lost"] == 6 and timing.scalars()["goodput"] == 3 / 28
+    assert timing.scalars()["perf/seconds/lost"] == 6 and timing.scalars()["perf/goodput"] == 3 / 28
     line = timing.line()
     assert line.startswith("time        28 s: steps 10.7%, lost steps 21.4%, compile 35.7%, evaluate 0.0%, save 14.3%,")
     assert "other 17.9%; waiting for data 1 s" in line
     timing.took_back(0)  # a checkpoint that an earlier process saved
-    assert timing.scalars()["seconds/lost"] == 9
+    assert timing.scalars()["perf/seconds/lost"] == 9
 
 
 def test_a_step_that_is_evaluated_and_saved_is_not_slower(corpus, tmp_path, monkeypatch):
@@ -65,8 +65,10 @@ def test_a_step_that_is_evaluated_and_saved_is_not_slower(corpus, tmp_path, monk
     seconds = [(new - old) / line["tokens_per_s"] for old, new, line in zip(tokens, tokens[1:], lines, strict=False)]
     assert max(seconds) < 0.9, seconds
     last = lines[-1]
-    assert 2 <= last["seconds/evaluate"] < 4 and 1 <= last["seconds/save"] < 4  # the last save comes after the line
-    assert sum(seconds) / last["goodput"] > 3 and 0 < last["goodput"] < 1
+    assert (
+        2 <= last["perf/seconds/evaluate"] < 4 and 1 <= last["perf/seconds/save"] < 4
+    )  # the last save comes after the line
+    assert sum(seconds) / last["perf/goodput"] > 3 and 0 < last["perf/goodput"] < 1
     assert "time        " in said and ": steps " in said
 
 

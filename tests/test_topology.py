@@ -19,7 +19,7 @@ from dsv4_jax.cli import main
 from dsv4_jax.config import Config, MeshConfig, TrainConfig
 from dsv4_jax.mesh import RULES, make_mesh, param_spec
 from dsv4_jax.plan import collectives, compile_for, slice_devices
-from dsv4_jax.summary import describe_placement
+from dsv4_jax.train.describe import describe_placement
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
 TINY = str(ROOT / "configs" / "tiny_v4.py")

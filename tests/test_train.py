@@ -31,7 +31,8 @@ from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.console import Display
 from dsv4_jax.train.objectives.pretrain import losses
-from dsv4_jax.train.state import init_state, schedule
+from dsv4_jax.train.optimizer import schedule
+from dsv4_jax.train.state import init_state
 from dsv4_jax.train.step import make_train_step, update_biases
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
@@ -50,8 +51,16 @@ def test_a_run_learns_and_writes_its_directory(straight, corpus):
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert abs(lines[0]["loss"] - math.log(257)) < 0.5 and lines[-1]["loss"] < lines[0]["loss"] - 1
     assert all(line["tokens"] > last["tokens"] for last, line in itertools.pairwise(lines))
-    assert {"loss", "lr", "grad_norm", "tokens_per_s", "mtp_loss", "balance_loss", "indexer_loss"} <= lines[0].keys()
-    assert [line["step"] for line in lines if "eval_loss" in line] == [4, 8]
+    assert {
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_s",
+        "train/mtp_loss",
+        "train/balance_loss",
+        "train/indexer_loss",
+    } <= lines[0].keys()
+    assert [line["step"] for line in lines if "eval/loss" in line] == [4, 8]
     assert json.loads((run_dir / "config.json").read_text())["train"]["steps"] == 8
     assert list((run_dir / "tensorboard").iterdir())
     assert {p.name for p in (run_dir / "checkpoints").iterdir()} == {"6", "8"}  # the newest two
@@ -210,17 +219,23 @@ def test_the_other_table_trains_with_a_momentum_in_bf16(batch, corpus, tmp_path)
 def test_start_warnings_name_what_is_wrong(batch, corpus, tmp_path):
     cfg = config(corpus, tmp_path, 8)
     _, _, buffers = nnx.split(ds.DeepSeek(MODEL, rngs=nnx.Rngs(0)), nnx.Param, ...)
-    good = {"loss": math.log(257), "mtp_loss": 5.5, "balance_loss": 1.0, "indexer_loss": 0.1, "grad_norms": {}}
+    good = {
+        "loss": math.log(257),
+        "train/mtp_loss": 5.5,
+        "train/balance_loss": 1.0,
+        "train/indexer_loss": 0.1,
+        "grad_norms": {},
+    }
     assert start_warnings(cfg, good, buffers) == []
     norms = {"head": np.float32(1), "groups.0.0.attn.wkv": np.array([1.0, 0.0])}
     (said,) = start_warnings(cfg, good | {"grad_norms": norms}, buffers)
     assert "groups.0.0.attn.wkv" in said and "[1]" in said
     (said,) = start_warnings(cfg, good | {"loss": 9.0}, buffers)
     assert "9.00" in said and "ln(vocabulary) = 5.55" in said
-    (said,) = start_warnings(cfg, good | {"mtp_loss": 0.0}, buffers)
+    (said,) = start_warnings(cfg, good | {"train/mtp_loss": 0.0}, buffers)
     assert "mtp_loss" in said
     with pytest.raises(RuntimeError, match="mtp_loss"):
-        start_warnings(cfg, {k: v for k, v in good.items() if k != "mtp_loss"}, buffers)
+        start_warnings(cfg, {k: v for k, v in good.items() if k != "train/mtp_loss"}, buffers)
     for _, variable in nnx.to_flat_state(buffers):
         if isinstance(variable, HashTable):
             variable.set_value(jnp.zeros_like(variable.get_value()))
@@ -275,7 +290,9 @@ def test_a_step_that_is_not_finite_changes_nothing(batch, poison, corpus, tmp_pa
     first, _ = step(jax.jit(lambda: init_state(cfg))(), put(batch))
     bad = dict(batch, mtp_targets=np.full_like(batch["mtp_targets"], POISON))
     after, told = step(first, put(bad))
-    assert not told["finite"] and math.isnan(told["objective"]) and int(after.skipped) == 1 and int(after.step) == 2
+    assert (
+        not told["finite"] and math.isnan(told["train/objective"]) and int(after.skipped) == 1 and int(after.step) == 2
+    )
     same = dataclasses.replace(after, step=first.step, skipped=first.skipped)
     jax.tree.map(np.testing.assert_array_equal, same, first)
     (one, told), (two, want) = step(after, put(batch)), step(first, put(batch))
@@ -289,8 +306,8 @@ def test_a_burst_of_bad_steps_longer_than_the_kept_checkpoints(corpus, tmp_path,
     cfg = small(corpus, tmp_path, checkpoint_every=1, keep=2, eval_every=99)
     said = train(cfg)
     lines = metrics(tmp_path)
-    assert [line["objective"] is None for line in lines] == [3 < line["step"] < 8 for line in lines], said
-    assert [line["skipped"] for line in lines] == [0, 0, 0, 1, 2, 3, 4, 4]
+    assert [line["train/objective"] is None for line in lines] == [3 < line["step"] < 8 for line in lines], said
+    assert [line["train/skipped"] for line in lines] == [0, 0, 0, 1, 2, 3, 4, 4]
     assert "step 4: skipped: objective nan" in said and lines[-1]["loss"] < lines[2]["loss"]
     assert all(line["tokens"] > last["tokens"] for last, line in itertools.pairwise(lines))
     assert all(np.isfinite(x).all() for x in ds.to_official(load_model(cfg)).values())

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -43,10 +44,11 @@ def reference(function: str | Callable[..., Any], key: str) -> str:
             f"{key} = {function!r} has no name that config.json could hold; define a function at the top level of a "
             f"file and give it, or {EXPECTED}"
         )
-    # Functions of a configuration file, which runs as a script, are found again by the file.
-    code = getattr(function, "__code__", None)
-    if code is not None and module in ("__main__", "<run_path>"):
-        return f"{code.co_filename}:{name}"
+    # Functions and classes of a configuration file, which runs as a script, are found again by the file.
+    codes = [getattr(part, "__code__", None) for part in (function, *getattr(function, "__dict__", {}).values())]
+    files = [code.co_filename for code in codes if code is not None]
+    if files and module in ("__main__", "<run_path>"):
+        return f"{files[0]}:{name}"
     return f"{module}:{name}"
 
 
@@ -80,6 +82,33 @@ def resolve(name: str, key: str) -> Callable[..., Any]:
         public = [n for n, value in vars(module).items() if callable(value)]
         raise ConfigError(f"{key} = {name!r}: {function} {what}{nearest(function, public)}")
     return found
+
+
+def call(function: Callable[..., Any], name: str, key: str, *arguments: Any) -> Any:
+    """Call a function that a configuration names.
+
+    Args:
+        function: what `name` stands for.
+        name: its name, for errors.
+        key: the configuration key, for errors.
+        arguments: of the call.
+
+    Raises:
+        ConfigError: if it fails, with the line of its file.
+    """
+    try:
+        return function(*arguments)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise failure(error, function, name, key) from error
+
+
+def failure(error: Exception, function: Callable[..., Any], name: str, key: str) -> ConfigError:
+    """Return the error of a named function that failed, with the last line in the function's own file."""
+    file = getattr(sys.modules.get(function.__module__), "__file__", None)
+    lines = [f" (line {frame.lineno})" for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return ConfigError(f"{key} = {name!r} failed: {type(error).__name__}: {error}{lines[-1] if lines else ''}")
 
 
 def _file(path: Path) -> ModuleType:

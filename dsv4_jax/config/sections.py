@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dsv4_jax.config.plugins import reference
+from dsv4_jax.config.plugins import EXPECTED, reference
 from dsv4_jax.optim import COEFFICIENTS
 from dsv4_jax.section import Section
 
@@ -185,8 +185,19 @@ class LossConfig(Section):
     """Draft objective: slot k of a draft has weight exp(-k / decay); 0: model.dspark_block_size."""
     draft_anchors: int = 512
     """Draft objective: drafts of a row."""
+    extra: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Weights of your own losses by the name of the function, `module:function` or `path/to/file.py:function`
+    (docs/extending.md). Their values are the metrics loss/FUNCTION. Weight 0: a metric alone."""
+
+    def __post_init__(self) -> None:
+        extra = {reference(function, "loss.extra"): weight for function, weight in self.extra.items()}
+        object.__setattr__(self, "extra", extra)  # text, which config.json can hold
+        super().__post_init__()
 
     def _check(self) -> None:
+        names = [name.rpartition(":")[2] for name in self.extra]
+        self.need("extra", all(w >= 0 for w in self.extra.values()), "must have weights of 0 or above")
+        self.need("extra", len(set(names)) == len(names), "names two functions alike, and so two metrics")
         for key in ("mtp", "balance", "indexer", "draft_ce", "draft_distance", "draft_confidence", "draft_decay"):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
         self.need_positive("draft_anchors")
@@ -268,6 +279,9 @@ class MeshConfig(Section):
         self.need_positive("data expert context")
 
 
+OBJECTIVES = ("pretrain", "draft")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
     """Length of the run, its files, and the processes and devices that make it."""
@@ -276,8 +290,12 @@ class TrainConfig(Section):
     """Total number of optimizer steps. 0: those of the stages."""
     frozen: str = ""
     """Regular expression of parameter paths to freeze, in addition to those the objective freezes."""
-    objective: Literal["pretrain", "draft"] = "pretrain"
-    """What to train for: `pretrain` trains everything but DSpark's draft blocks, `draft` the draft blocks alone."""
+    objective: str = "pretrain"
+    """What to train for: `pretrain` trains all but DSpark's draft blocks, `draft` the draft blocks alone; or your
+    own class, `module:Class` or `path/to/file.py:Class` (docs/extending.md)."""
+    metrics: tuple[str, ...] = ()
+    """Your own functions that compute metrics inside the training step, from parameters, gradients, updates and batch:
+    `module:function` or `path/to/file.py:function` (docs/extending.md). Their values are the metrics custom/NAME."""
     init_from: str = ""
     """Start a new run from the parameters of another, RUN (its newest checkpoint) or RUN@STEP. Optimizer state, step
     count, schedule and data start anew. Empty: random parameters."""
@@ -327,13 +345,18 @@ class TrainConfig(Section):
     """Folder that keeps compiled programs, so that later starts need not compile again. A folder given to JAX itself,
     as by JAX_COMPILATION_CACHE_DIR, takes precedence. Empty: none."""
     peak_flops: float = 0.0
-    """Peak of one device in FLOP/s, for the metric `mfu`. 0: by the kind of device, where known."""
+    """Peak of one device in FLOP/s, for the metric `perf/mfu`. 0: by the kind of device, where known."""
     deterministic: bool = False
     """Make runs on GPUs repeat bit for bit, at some cost in speed. Those on CPU and TPU always do."""
 
     def __post_init__(self) -> None:
         names = (n if n in ("tensorboard", "wandb") else reference(n, "train.loggers") for n in self.loggers)
         object.__setattr__(self, "loggers", tuple(names))  # text, which config.json can hold
+        object.__setattr__(self, "metrics", tuple(reference(name, "train.metrics") for name in self.metrics))
+        if self.objective not in OBJECTIVES:
+            named = not isinstance(self.objective, str) or ":" in self.objective
+            self.need("objective", named, f"must be {' or '.join(OBJECTIVES)}, or name a class: {EXPECTED}")
+            object.__setattr__(self, "objective", reference(self.objective, "train.objective"))
         super().__post_init__()
 
     def _check(self) -> None:

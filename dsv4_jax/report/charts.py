@@ -13,8 +13,8 @@ from dsv4_jax.report.read import Run, Series
 
 BINS = 200  # a curve of more than twice as many points is drawn as the mean and range of so many bins
 MARKS: dict[str, Literal["solid", "dashed"]] = {"rollback": "dashed", "stage": "solid"}  # events that every chart marks
-IMAGE, RANDOM, HELD_OUT = "_image", "_random", "eval_"  # NAME_image, NAME_random and eval_NAME: the chart of NAME
-RATIO, LAYERS = "update_ratio/", "load_max/"
+IMAGE, RANDOM, HELD_OUT = "_image", "_random", "eval/"  # NAME_image, NAME_random and eval/NAME: the chart of NAME
+RATIO, LAYERS = "optim/update_ratio/", "moe/load_max/"
 # Okabe and Ito's colours without yellow, which is pale on white.
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 GREY = "#666666"
@@ -24,40 +24,40 @@ GREY = "#666666"
 SECTIONS = {
     "Losses": {
         "loss": ("Next-token loss", "nats per token"),
-        "objective": ("Objective", "weighted sum of the losses"),
-        "mtp_loss": ("MTP loss", "nats per token"),
-        "balance_loss": ("Balance loss", "per token, summed over layers"),
-        "indexer_loss": ("Indexer loss", "nats per token, summed over layers"),
+        "train/objective": ("Objective", "weighted sum of the losses"),
+        "train/mtp_loss": ("MTP loss", "nats per token"),
+        "train/balance_loss": ("Balance loss", "per token, summed over layers"),
+        "train/indexer_loss": ("Indexer loss", "nats per token, summed over layers"),
         "recall": ("Recall of the indexer", "share of attention mass in its top-k"),
     },
     "Optimization": {"lr": ("Learning rate", "learning rate"), "grad_norm": ("Gradient norm", "norm")},
     "Experts": {
-        "load_max": ("Largest expert load", "largest / mean tokens of an expert"),
+        "moe/load_max": ("Largest expert load", "largest / mean tokens of an expert"),
         LAYERS: ("Largest expert load by layer", "largest / mean tokens of an expert"),
-        "load_dead": ("Experts without a token", "share of the experts"),
-        "load_entropy": ("Entropy of the expert loads", "normalised, 1 is even"),
-        "bias_max": ("Largest router bias", "absolute value"),
-        "clamped": ("Clamped activations", "share of SwiGLU activations"),
+        "moe/load_dead": ("Experts without a token", "share of the experts"),
+        "moe/load_entropy": ("Entropy of the expert loads", "normalised, 1 is even"),
+        "moe/bias_max": ("Largest router bias", "absolute value"),
+        "moe/clamped": ("Clamped activations", "share of SwiGLU activations"),
     },
     "Speed and lost steps": {
         "tokens_per_s": ("Speed", "tokens/s"),
-        "skipped": ("Skipped steps", "steps so far"),
-        "skipped_records": ("Skipped records", "bad records left out"),
-        "spikes": ("Spikes", "spikes so far"),
-        "rollbacks": ("Rollbacks", "rollbacks so far"),
-        "lag": ("Anticipatory routing", "steps between routing and use"),
+        "train/skipped": ("Skipped steps", "steps so far"),
+        "train/skipped_records": ("Skipped records", "bad records left out"),
+        "train/spikes": ("Spikes", "spikes so far"),
+        "train/rollbacks": ("Rollbacks", "rollbacks so far"),
+        "train/lag": ("Anticipatory routing", "steps between routing and use"),
     },
     "Time": {
-        "mfu": ("Model FLOP utilisation", "share of the devices' peak"),
-        "memory_in_use": ("Device memory in use", "bytes on the fullest device"),
-        "memory_peak": ("Device memory, most so far", "bytes on the fullest device"),
-        "goodput": ("Goodput", "share of the process's time in steps that count"),
-        "seconds/compile": ("Compiling", "seconds so far"),
-        "seconds/data": ("Waiting for data", "seconds so far, part of the steps"),
-        "seconds/evaluate": ("Evaluating", "seconds so far"),
-        "seconds/save": ("Saving", "seconds so far"),
-        "seconds/restore": ("Reading checkpoints", "seconds so far"),
-        "seconds/lost": ("Steps that were taken back", "seconds so far"),
+        "perf/mfu": ("Model FLOP utilisation", "share of the devices' peak"),
+        "perf/memory_in_use": ("Device memory in use", "bytes on the fullest device"),
+        "perf/memory_peak": ("Device memory, most so far", "bytes on the fullest device"),
+        "perf/goodput": ("Goodput", "share of the process's time in steps that count"),
+        "perf/seconds/compile": ("Compiling", "seconds so far"),
+        "perf/seconds/data": ("Waiting for data", "seconds so far, part of the steps"),
+        "perf/seconds/evaluate": ("Evaluating", "seconds so far"),
+        "perf/seconds/save": ("Saving", "seconds so far"),
+        "perf/seconds/restore": ("Reading checkpoints", "seconds so far"),
+        "perf/seconds/lost": ("Steps that were taken back", "seconds so far"),
     },
 }
 

@@ -72,11 +72,11 @@ def _overview(runs: Sequence[Run]) -> list[list[str]]:
     columns = {
         "tokens": ("tokens", last),
         "last loss": ("loss", last),
-        "last held-out loss": ("eval_loss", last),
-        "best held-out loss": ("eval_loss", np.nanmin),
+        "last held-out loss": ("eval/loss", last),
+        "best held-out loss": ("eval/loss", np.nanmin),
         "median tokens/s": ("tokens_per_s", np.nanmedian),
-        "skipped": ("skipped", last),
-        "rollbacks": ("rollbacks", last),
+        "skipped": ("train/skipped", last),
+        "rollbacks": ("train/rollbacks", last),
     }
     rows = [["run", "steps", *columns]]
     for run in runs:

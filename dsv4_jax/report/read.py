@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dsv4_jax.section import ConfigError
+from dsv4_jax.train.metric_names import current_name
 
 Series = dict[str, tuple[np.ndarray, np.ndarray]]
 
@@ -40,7 +41,7 @@ def read_run(run_dir: Path) -> Run:
     """Read `metrics.jsonl`, and `events.jsonl` and `config.json` if they are there.
 
     A line replaces earlier lines of its step and of all later steps, because a rollback or a resume took them back.
-    A last line that was cut short is left out.
+    A last line that was cut short is left out. Metrics that an older version wrote get the names of today.
 
     Raises:
         ConfigError: if there are no metrics or a file cannot be read.
@@ -49,7 +50,8 @@ def read_run(run_dir: Path) -> Run:
     if not path.is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no metrics.jsonl")
     rows, lost = [], []
-    for row in _rows(path):
+    for old in _rows(path):
+        row = {current_name(name): value for name, value in old.items()}
         kept = len(rows)
         while kept and rows[kept - 1]["step"] >= row["step"]:
             kept -= 1

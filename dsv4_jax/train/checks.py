@@ -1,29 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks on the first step of a run, for what otherwise goes wrong in silence."""
+"""Check a run before its first step and after it, for what otherwise goes wrong in silence."""
 
 import math
 import re
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
 from dsv4_jax.config import Config
+from dsv4_jax.config.plugins import failure, resolve
+from dsv4_jax.config.sections import OBJECTIVES
+from dsv4_jax.data.batch import abstract_batch, with_engram_rows
+from dsv4_jax.mesh import abstract_mesh
 from dsv4_jax.model.params import HashTable
+from dsv4_jax.section import ConfigError
+from dsv4_jax.train.custom import custom_metrics
+from dsv4_jax.train.loggers import find_loggers
 from dsv4_jax.train.objectives import objective_of
+from dsv4_jax.train.state import abstract_state
+from dsv4_jax.train.step import make_train_step
+from dsv4_jax.train.step_metrics import loss_metrics
+
+
+def find_functions(cfg: Config) -> None:
+    """Import the functions that the configuration names: the optimizer, the objective, losses, metrics and loggers.
+
+    Raises:
+        ConfigError: for a name that leads nowhere.
+    """
+    if cfg.optim.make:
+        resolve(cfg.optim.make, "optim.make")
+    for leg in cfg.legs:
+        objective_of(leg.cfg)
+    custom_metrics(cfg)
+    find_loggers(cfg.train.loggers)
+
+
+def trace_functions(cfg: Config) -> None:
+    """Trace the step of every stage that calls functions of the configuration, on the stage's mesh, without arrays.
+
+    Raises:
+        ConfigError: if one of them fails or returns what it must not.
+    """
+    for leg in cfg.legs:
+        train, mesh = leg.cfg.train, leg.cfg.mesh
+        own = train.objective if train.objective not in OBJECTIVES else ""
+        if not (own or leg.cfg.loss.extra or train.metrics):
+            continue
+        with abstract_mesh(mesh.data, mesh.expert, mesh.context):
+            batch = with_engram_rows(abstract_batch(leg.cfg, leg.cfg.data.batch_size), leg.cfg.model)
+            try:
+                jax.eval_shape(make_train_step(leg.cfg, leg.clock), abstract_state(cfg), batch)
+            except ConfigError:
+                raise
+            except Exception as error:
+                if not own:
+                    raise
+                raise failure(error, resolve(own, "train.objective"), own, "train.objective") from error
 
 
 def start_warnings(cfg: Config, metrics: dict[str, Any], buffers: nnx.State, new: bool = True) -> list[str]:
-    """What looks wrong about the first step of a new run or of a stage; `metrics` are the step's, on the host.
+    """Return warnings about the first step of a new run or of a stage.
+
+    Args:
+        cfg: configuration of the run or of the stage.
+        metrics: of the step, on the host.
+        buffers: of the state.
+        new: whether the step is the first of the run.
 
     Raises:
-        RuntimeError: if a loss that the configuration names is not in the objective.
+        RuntimeError: if a loss of the objective's weights is not among the metrics.
     """
     objective = objective_of(cfg)
     weights = objective.weights
-    if absent := weights.keys() - metrics.keys():
+    names = loss_metrics(dict.fromkeys(weights))
+    if absent := names.keys() - metrics.keys():
         raise RuntimeError(f"the objective lacks {sorted(absent)}, which the configuration names")
-    warnings = [f"{name} is 0 in the first step" for name in weights if float(metrics[name]) == 0]
+    warnings = [f"{name} is 0 in the first step" for name in names if float(metrics[name]) == 0]
     expected, first = objective.uniform_loss, float(metrics["loss"])
     if new and not cfg.train.init_from and expected is not None and abs(first - expected) > 0.5:
         warnings.append(
@@ -33,6 +88,7 @@ def start_warnings(cfg: Config, metrics: dict[str, Any], buffers: nnx.State, new
 
 
 def _hash_tables(cfg: Config, buffers: nnx.State) -> list[str]:
+    """Warn of hash tables that send more than 1.1 times the mean number of token ids to one expert."""
     warnings = []
     for path, variable in nnx.to_flat_state(buffers):
         if isinstance(variable, HashTable):
@@ -47,9 +103,9 @@ def _hash_tables(cfg: Config, buffers: nnx.State) -> list[str]:
 
 
 def _gradients(cfg: Config, metrics: dict[str, Any]) -> list[str]:
-    """Parameters of the stage that got no gradient, by path and layer of their stack."""
+    """Warn of trained parameters whose gradient is 0, by path and layer of their stack."""
     indexed = "indexer_loss" in objective_of(cfg).weights
-    no_images = math.isnan(float(metrics.get("load_max_image", math.nan)))
+    no_images = math.isnan(float(metrics.get("moe/load_max_image", math.nan)))
     warnings = []
     for name, norm in metrics["grad_norms"].items():
         if "indexer" in name.split(".") and not indexed:

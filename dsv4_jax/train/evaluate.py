@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation on held-out documents: of text, and of text after an image, with that image and with another; and of
-the indexer's choice."""
+"""Evaluate on held-out documents: text, text after an image, text after a wrong image, and the indexer's recall."""
 
 import collections
 import dataclasses
@@ -26,10 +25,11 @@ Sums = dict[str, tuple[jax.Array, jax.Array]]
 
 
 def make_eval_step(cfg: Config) -> Callable[[TrainState, Batch], Sums]:
-    """Sum of the next-token cross-entropies of a batch, in nats, and the number of targets: of `text`, and
-    with a vision tower of the targets after an `image` in their document.
+    """Return the evaluation of a batch as a function of state and batch, to be jitted.
 
-    Where an indexer is at work, also sums over its queries: `recall`, `recall_random` (see `indexer_recall`).
+    It returns sums and the numbers of their terms: the next-token cross-entropies in nats of `text` and, with a vision
+    tower, of the targets after an `image` in their document; with an indexer that has to choose, `recall` and
+    `recall_random` over its queries (`indexer_recall`).
     """
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, recall=True))
     graphdef = nnx.graphdef(abstract_model(cfg))
@@ -51,7 +51,10 @@ def make_eval_step(cfg: Config) -> Callable[[TrainState, Batch], Sums]:
 
 
 def after_image(token_types_BS: jax.Array, first_BS: jax.Array) -> jax.Array:
-    """Whether an image begins before or at a position [B, S] in its document; `first` has whole rows."""
+    """Return for every position [B, S] whether an image begins at or before it in its document.
+
+    `first_BS` is the first position of its document, with whole rows on every device.
+    """
 
     def rows(types_BS: jax.Array, first_BS: jax.Array) -> jax.Array:
         t = jnp.arange(types_BS.shape[1])
@@ -63,10 +66,10 @@ def after_image(token_types_BS: jax.Array, first_BS: jax.Array) -> jax.Array:
 
 
 def wrong_images(batches: list[HostBatch]) -> list[HostBatch]:
-    """Replace every image by the next one of the same size in the same row of all batches, if there is another.
+    """Replace every image by the next image of the same size in the same row of all batches, if there is another.
 
-    Every process holds whole rows, the same ones of every batch: so the pairs, and the loss, are the same for any
-    number of processes.
+    Images of other rows do not count because a process holds the same rows of every batch: so the pairs, and the loss,
+    are the same for any number of processes.
     """
     alike: dict[tuple[int, int, int], list[tuple[int, int, slice]]] = collections.defaultdict(list)
     for number, batch in enumerate(batches):
@@ -85,12 +88,13 @@ def wrong_images(batches: list[HostBatch]) -> list[HostBatch]:
 def evaluate(
     eval_step: Callable[..., Sums], state: TrainState, batches: list[HostBatch], place: Callable[[HostBatch], Any]
 ) -> dict[str, float]:
-    """Mean cross-entropies in nats by metric: `eval_loss` of text, and if there are images `eval_loss_image` and
-    `eval_loss_wrong_image` of text after an image, with the image and with another of its size.
+    """Evaluate all batches; return the metrics by name.
 
-    Without any document of text alone, `eval_loss` is of all targets. `eval_recall` is the share of the attention
-    to compressed entries that the indexer's choice covers, over all queries that see more than it may choose and
-    all indexers; a choice at random would cover `eval_recall_random`.
+    - `eval/loss`: mean cross-entropy of text in nats; of all targets if every document has an image.
+    - `eval/loss_image`, `eval/loss_wrong_image`: that of text after an image, and after another image of its size.
+    - `eval/recall`: the share of the attention to compressed entries that the indexer's choice covers, over all
+      indexers and all queries that see more entries than it may choose.
+    - `eval/recall_random`: the share that a random choice would cover.
     """
 
     def means(batches: Iterable[HostBatch]) -> dict[str, float]:
@@ -99,11 +103,11 @@ def evaluate(
         return {kind: s / n for kind, (s, n) in total.items() if n}
 
     found = means(batches)
-    scalars = {"eval_loss": found.get("text", found.get("image", float("nan")))}
+    scalars = {"eval/loss": found.get("text", found.get("image", float("nan")))}
     if "image" in found:
-        scalars["eval_loss_image"] = found["image"]
-        scalars["eval_loss_wrong_image"] = means(wrong_images(batches))["image"]
-    return scalars | {f"eval_{kind}": found[kind] for kind in ("recall", "recall_random") if kind in found}
+        scalars["eval/loss_image"] = found["image"]
+        scalars["eval/loss_wrong_image"] = means(wrong_images(batches))["image"]
+    return scalars | {f"eval/{kind}": found[kind] for kind in ("recall", "recall_random") if kind in found}
 
 
 def unigram_entropy(evaluation: list[HostBatch], rows: list[int], vocab_size: int) -> float:

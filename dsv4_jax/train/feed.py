@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reads: its sources as plans of rows, this process's part of them, and batches on the devices."""
+"""Read a run's data: its sources as plans of rows, and this process's rows of every batch."""
 
 import contextlib
 import dataclasses
@@ -29,15 +29,15 @@ from dsv4_jax.train.history import History
 
 
 class Data(NamedTuple):
-    """What a run reads.
+    """The data of a stage.
 
     Attributes:
         training: the endless plan of packed rows.
         evaluation: the plan of the held-out rows, once each.
         tokenizer: of both.
-        identity: changes when a position in the training plan means another row, `SOURCES-PLAN`: a hash of the
-            documents of its sources, and one of how they are planned, which differs between stages.
-        line: what it is, for people.
+        identity: `SOURCES-PLAN`, a hash of the sources' documents and one of how they are planned, which differs
+            between stages; a position in the training plan means the same row while both stay the same.
+        line: its description for the banner.
         skipped: bad records that were left out.
     """
 
@@ -50,14 +50,14 @@ class Data(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What a token is."""
+        """Name the unit of the losses: a byte or a token."""
         return "byte" if self.tokenizer.name == "bytes" else "token"
 
 
 def read_data(cfg: Config) -> list[Data]:
-    """Opens and checks the sources, once for all stages, and plans each stage; touches no device.
+    """Open and check the sources, once for all stages, and plan each stage; touch no device.
 
-    A stage goes on in every source where the stages before have ended, by the tokens that they take of it.
+    A stage begins in every source where the stages before it end, by the tokens that they read of it.
 
     Raises:
         ConfigError: if one cannot be used, or there is nothing to train or to evaluate on.
@@ -83,10 +83,11 @@ def _plan(
     tokenizer: Tokenizer,
     seen: dict[str, float],
 ) -> tuple[Data, dict[str, float]]:
-    """What a stage reads when so many epochs of every path have been seen, and how many have after it."""
+    """Plan a stage that begins after the epochs `seen` of every path; return the epochs seen after it too."""
     cfg = leg.cfg
     data, S, weights = cfg.data, cfg.data.seq_len, cfg.data.paths
     budget, sources = row_budget(cfg), [opened[path] for path in weights]
+    # The documents to train on and those held out: of the same sources, or of a source of their own.
     if other is None:
         training, held_out = zip(*(split(source, data, S, budget) for source in sources), strict=True)
     else:
@@ -100,11 +101,13 @@ def _plan(
                 f"{len(p.documents)} to train on and {sum(len(q.documents) for q in held_out)} held out in all; both "
                 "need one at least: change it or give more text"
             )
+    # The tokens of the stage are shared among the sources by weight; what it reads of one, in epochs of it.
     after = dict(seen)
     for p, (path, weight) in zip(training, weights.items(), strict=True):
         after[path] += leg.planned * weight / sum(weights.values()) / (p.tokens - len(p.documents))
     endless = leg.last == cfg.train.steps
     epochs = [(seen[path], math.inf if endless else after[path]) for path in weights]
+    # The identity: a resume with another one would repeat or leave out documents (`check_same_data`).
     seed = cfg.train.seed
     documents: list[Any] = [tokenizer.fingerprint, seed]
     documents += [(fingerprints[path], p.tokens, len(p.documents)) for path, p in zip(weights, training, strict=True)]
@@ -212,7 +215,7 @@ def _hash(values: list[Any]) -> str:
 
 @contextlib.contextmanager
 def streams(cfg: Config, data: Data, start: Position) -> Generator[tuple[Stream, list[HostBatch]]]:
-    """The training stream and the batches to evaluate on; this process's rows of both."""
+    """Yield the training stream and the batches to evaluate on, each with this process's rows alone."""
     B = cfg.data.batch_size
     own = sorted(row for row, processes in enumerate(row_processes(B)) if jax.process_index() in processes)
     held_out = Stream(data.evaluation, B, own=own, multiple=cfg.mesh.context)

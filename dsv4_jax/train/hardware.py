@@ -4,7 +4,7 @@
 import jax
 
 from dsv4_jax.config import Config
-from dsv4_jax.summary import operations_per_token
+from dsv4_jax.model.counts import operations_per_token
 
 # Dense bf16 operations a second of one device, from the vendors' data sheets.
 PEAK_FLOPS = {
@@ -37,5 +37,5 @@ def utilisation_per_rate(cfg: Config) -> float:
 def device_memory() -> dict[str, float]:
     """Return bytes in use, now and at the peak so far, on the fullest device of this process; nothing on CPUs."""
     stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
-    names = {"memory_in_use": "bytes_in_use", "memory_peak": "peak_bytes_in_use"}
+    names = {"perf/memory_in_use": "bytes_in_use", "perf/memory_peak": "peak_bytes_in_use"}
     return {name: max(s[key] for s in stats) for name, key in names.items() if stats and all(key in s for s in stats)}

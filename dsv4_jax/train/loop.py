@@ -111,7 +111,7 @@ def log_step(
         trainer: the run.
         outputs: where to.
         inputs: those of the stage.
-        metrics: what the step returned, with `step` and `lag`.
+        metrics: what the step returned, with `step` and `train/lag`.
         more: metrics of its evaluation.
 
     Raises:
@@ -126,7 +126,7 @@ def log_step(
     trainer.bad_steps = 0 if scalars.pop("finite") else trainer.bad_steps + 1
     reason = ""
     if trainer.bad_steps:
-        text = f"objective {scalars['objective']}, gradient norm {scalars['grad_norm']}"
+        text = f"objective {scalars['train/objective']}, gradient norm {scalars['grad_norm']}"
         trainer.record(step, "skipped", text)
     elif math.isfinite(scalars["loss"]):
         reason = spike(stage.cfg.spikes, recovery.recent, scalars["loss"], scalars["grad_norm"])
@@ -138,10 +138,10 @@ def log_step(
     seconds, new = timing.lap(), scalars["tokens"]
     progress.tokens += new
     scalars |= {"tokens": progress.tokens, "tokens_per_s": new / seconds}
-    scalars |= {"skipped_records": trainer.data[stage.number].skipped, "spikes": recovery.spikes}
-    scalars |= {"rollbacks": recovery.rollbacks} | timing.scalars() | device_memory() | more
+    scalars |= {"train/skipped_records": trainer.data[stage.number].skipped, "train/spikes": recovery.spikes}
+    scalars |= {"train/rollbacks": recovery.rollbacks} | timing.scalars() | device_memory() | more
     if inputs.utilisation:
-        scalars["mfu"] = inputs.utilisation * scalars["tokens_per_s"]
+        scalars["perf/mfu"] = inputs.utilisation * scalars["tokens_per_s"]
     outputs.writer.write(scalars)
     outputs.display.update(scalars, seconds)
 
@@ -158,7 +158,7 @@ def evaluate_state(trainer: Trainer, inputs: StageInputs, state: TrainState) -> 
     jax.block_until_ready(state)  # the step ends before the evaluation begins
     with trainer.timing.during("evaluate"):
         held_out = trainer.held_out = evaluate(inputs.eval_step, state, trainer.evaluation, inputs.put)
-    loss, unit = held_out["eval_loss"], trainer.data[inputs.stage.number].unit
+    loss, unit = held_out["eval/loss"], trainer.data[inputs.stage.number].unit
     trainer.console.print(f"step {int(state.step)}: held-out loss {loss:.3f} nats per {unit}")
     return held_out
 
@@ -201,7 +201,7 @@ def run_steps(trainer: Trainer, outputs: Outputs, inputs: StageInputs, state: Tr
         # While it is computed, log the one before: the device never waits for the host.
         if pending is not None:
             log_step(trainer, outputs, inputs, pending, {})
-        pending = {"step": step, "lag": lag} | metrics
+        pending = {"step": step, "train/lag": lag} | metrics
         if failure := trainer.checkpoints.failed():
             trainer.record(step, "save", f"{failure}; the next save is tried all the same")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4_jax.train.loggers import Logger
+from dsv4_jax.train.metric_names import current_name
 
 
 def drop_lines_after(run_dir: Path, step: int, rollbacks: int) -> Path:
@@ -24,7 +25,8 @@ def drop_lines_after(run_dir: Path, step: int, rollbacks: int) -> Path:
     """
 
     def place(line: dict[str, Any]) -> tuple[int, int]:
-        return line.get("rollbacks", 0), line["step"]
+        line = {current_name(name): value for name, value in line.items()}
+        return line.get("train/rollbacks", 0), line["step"]
 
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []

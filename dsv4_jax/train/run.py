@@ -13,7 +13,6 @@ from flax import nnx
 from rich.console import Console
 
 from dsv4_jax.config import Config
-from dsv4_jax.config.plugins import resolve
 from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.batch import put_batch
 from dsv4_jax.data.packing import Position
@@ -21,32 +20,34 @@ from dsv4_jax.generate.sample import held_out_prompt, sample
 from dsv4_jax.mesh import start_devices, use_mesh
 from dsv4_jax.model.token_map import make_token_map
 from dsv4_jax.section import ConfigError, RunError
-from dsv4_jax.summary import (
+from dsv4_jax.train.anticipation import route_shape
+from dsv4_jax.train.checkpoint import Checkpoints, load_model
+from dsv4_jax.train.checks import find_functions, trace_functions
+from dsv4_jax.train.console import Display, SafeConsole, printable
+from dsv4_jax.train.deadlines import Deadlines
+from dsv4_jax.train.describe import (
     describe_model,
     describe_objective,
     describe_optimizer,
     describe_placement,
     describe_stages,
 )
-from dsv4_jax.train.anticipation import route_shape
-from dsv4_jax.train.checkpoint import Checkpoints, load_model
-from dsv4_jax.train.console import Display, SafeConsole, printable
-from dsv4_jax.train.deadlines import Deadlines
 from dsv4_jax.train.evaluate import unigram_entropy
 from dsv4_jax.train.feed import Data, check_same_data, counted_rows, read_data, streams
 from dsv4_jax.train.fork import find_origin
 from dsv4_jax.train.hardware import utilisation_per_rate
 from dsv4_jax.train.history import steps_done
-from dsv4_jax.train.loggers import find_loggers, make_loggers
+from dsv4_jax.train.loggers import make_loggers
 from dsv4_jax.train.loop import Outputs, SpikeError, StageInputs, run_steps
 from dsv4_jax.train.metrics import MetricsWriter
 from dsv4_jax.train.objectives import objective_of
+from dsv4_jax.train.optimizer import decay_start, split_trained
 from dsv4_jax.train.processes import check_shared, of_first
 from dsv4_jax.train.profile import Profile
 from dsv4_jax.train.programs import use_compile_cache
 from dsv4_jax.train.run_dir import RunLock, changes, check_model, rate_change, write_config
 from dsv4_jax.train.signals import stop_signals
-from dsv4_jax.train.state import TrainState, abstract_model, decay_start, split_trained
+from dsv4_jax.train.state import TrainState, abstract_model
 from dsv4_jax.train.timing import Timing
 from dsv4_jax.train.trainer import Trainer
 
@@ -87,9 +88,7 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
     if origin:
         cfg = cfg.after(steps_done(*origin))
     cfg.check_steps()
-    if cfg.optim.make:
-        resolve(cfg.optim.make, "optim.make")
-    find_loggers(cfg.train.loggers)
+    find_functions(cfg)
     data = read_data(cfg)
     if origin:
         check_same_data(cfg, data, *origin, "" if newest else cfg.train.fork_from)
@@ -109,6 +108,7 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
             console = Console(quiet=True)
         for part in cfg.legs:
             split_trained(part.cfg, nnx.state(abstract_model(part.cfg), nnx.Param))  # each trains something
+        trace_functions(cfg)
         lock.take_first()  # makes the folder, which a wrong configuration does not
         check_shared(run_dir)
         objective, (optimizer, _) = describe_objective(objective_of(stage.cfg).weights), describe_optimizer(stage.cfg)
@@ -290,10 +290,10 @@ def _report(trainer: Trainer, state: TrainState, data: Data) -> None:
     cfg, console, held_out, evaluation = trainer.cfg, trainer.console, trainer.held_out, trainer.evaluation
     per = f"nats per {data.unit}"
     rows = counted_rows(cfg.leg(cfg.steps - 1).cfg.data.batch_size, jax.process_index())
-    unigram, loss = unigram_entropy(evaluation, rows, cfg.model.vocab_size), held_out["eval_loss"]
+    unigram, loss = unigram_entropy(evaluation, rows, cfg.model.vocab_size), held_out["eval/loss"]
     console.print(f"held-out loss     {loss:.3f} {per} ({loss / math.log(2):.3f} bits)")
-    if "eval_loss_image" in held_out:
-        right, wrong = held_out["eval_loss_image"], held_out["eval_loss_wrong_image"]
+    if "eval/loss_image" in held_out:
+        right, wrong = held_out["eval/loss_image"], held_out["eval/loss_wrong_image"]
         console.print(f"after an image    {right:.3f} {per}, {wrong:.3f} if it is another one of the same size")
     console.print(f"unigram entropy   {unigram:.3f} {per} ({unigram / math.log(2):.3f} bits)")
     if cfg.train.sample_tokens:

@@ -18,7 +18,7 @@ from dsv4_jax.config.files import config_from_json, read_config, with_new_names
 from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.model.compute import COMPUTE_KEYS
 from dsv4_jax.section import ConfigError, RunError, deferred_rules
-from dsv4_jax.train.state import schedule
+from dsv4_jax.train.optimizer import schedule
 
 
 def resolved(cfg: Config) -> dict[str, Any]:
@@ -56,11 +56,14 @@ def rate_change(before: dict[str, Any], cfg: Config, step: int, skipped: int) ->
     return [f"learning rate of step {step + 1}: {old:.3g} before, {new:.3g} now"] if old != new else []
 
 
+_DICTIONARIES = ("data.mixture", "loss.extra")  # keys whose value is a dict, as that of a section is
+
+
 def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
     found = []
     for name, value in now.items():
         key, old = prefix + name, before[name]
-        if isinstance(value, dict) and key != "data.mixture":
+        if isinstance(value, dict) and key not in _DICTIONARIES:
             found += _differences(old, value, key + ".")
         elif old != value and key not in ("train.run_dir", "train.steps"):
             found.append(f"{key}: {old!r} before, {value!r} now")
@@ -72,7 +75,7 @@ def _removed(before: dict[str, Any], known: dict[str, Any], prefix: str = "") ->
     for name, value in before.items():
         if name not in known:
             found.append(f"{prefix}{name}: {value!r} before, no key of this version")
-        elif isinstance(known[name], dict) and prefix + name != "data.mixture":
+        elif isinstance(known[name], dict) and prefix + name not in _DICTIONARIES:
             found += _removed(value, known[name], f"{prefix}{name}.")
     return found
 

@@ -67,9 +67,9 @@ class Timing:
     def scalars(self) -> dict[str, float]:
         """Return the seconds so far by activity, and `goodput`: the share of the time spent on steps that were kept."""
         whole = max(self._clock() - self._start, 1e-9)
-        seconds = {f"seconds/{name}": x for name, x in self._activities.items()}
-        seconds |= {"seconds/data": self._data, "seconds/lost": self._lost}
-        return seconds | {"goodput": (self._steps - self._lost) / whole}
+        seconds = {f"perf/seconds/{name}": x for name, x in self._activities.items()}
+        seconds |= {"perf/seconds/data": self._data, "perf/seconds/lost": self._lost}
+        return seconds | {"perf/goodput": (self._steps - self._lost) / whole}
 
     def line(self) -> str:
         """Return a line with the whole time and the share of each activity."""

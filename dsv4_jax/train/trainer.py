@@ -57,7 +57,7 @@ class Trainer:
         self.programs = Programs(timing, console.print)
         self.history, self.routes = History(), RouteQueue()
         self.evaluation: list[HostBatch] = []
-        self.held_out = {"eval_loss": math.nan}
+        self.held_out = {"eval/loss": math.nan}
         self.bad_steps = 0
         self._all_finite = jax.jit(_all_finite)
 

@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define what a run trains for. The step, the loop and the plan know an objective by this interface alone."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
 
 from dsv4_jax.config import Config
+from dsv4_jax.config.plugins import call, resolve
 from dsv4_jax.data.batch import Batch
 from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.section import ConfigError
+from dsv4_jax.train.custom import extra_weights
 from dsv4_jax.train.objectives.draft import Draft
 from dsv4_jax.train.objectives.pretrain import Pretrain
 
@@ -54,6 +58,28 @@ class Objective(Protocol):
         """
 
 
+_NAMED: dict[str, Callable[[Config], Objective]] = {"pretrain": Pretrain, "draft": Draft}
+
+
 def objective_of(cfg: Config) -> Objective:
-    """Make the objective that `train.objective` names."""
-    return {"pretrain": Pretrain, "draft": Draft}[cfg.train.objective](cfg)
+    """Make the objective that `train.objective` names.
+
+    Raises:
+        ConfigError: for a name that leads nowhere, a class whose instance is no `Objective`, or an objective that does
+            not use the losses of `loss.extra`.
+    """
+    name = cfg.train.objective
+    if name in _NAMED:
+        objective = _NAMED[name](cfg)
+    else:
+        objective = call(resolve(name, "train.objective"), name, "train.objective", cfg)
+        needed = (*Objective.__annotations__, "prepare", "denominators", "losses")
+        if missing := [part for part in needed if not hasattr(objective, part)]:
+            raise ConfigError(
+                f"train.objective = {name!r} must make an objective, found {type(objective).__name__} without "
+                f"{', '.join(missing)} (docs/extending.md)"
+            )
+    if unused := extra_weights(cfg).keys() - objective.weights.keys():
+        absent = ", ".join(sorted(unused))
+        raise ConfigError(f"loss.extra = {cfg.loss.extra!r}: train.objective = {name!r} has no {absent} in its weights")
+    return objective

@@ -52,13 +52,16 @@ class Draft:
 
 
 def anchor_count(cfg: Config) -> int:
-    """Anchors of a row: the configured number, at most one for each position, the same on all `context` devices."""
+    """Return the number of anchors of a row: `loss.draft_anchors`, but at most one a position.
+
+    It is rounded up to a multiple of `mesh.context`, whose devices share the anchors of a row.
+    """
     count = min(cfg.loss.draft_anchors, cfg.data.seq_len)
     return -(-count // cfg.mesh.context) * cfg.mesh.context
 
 
 def choose_anchors(targets_BS: jax.Array, key: jax.Array, count: int) -> jax.Array:
-    """Positions int32 [B, count] drawn without replacement among those with a target; -1 where there are too few."""
+    """Draw positions int32 [B, count] without replacement from those with a target; -1 where a row has too few."""
     chance = jax.random.uniform(key, targets_BS.shape, out_sharding=row_spec(2))
 
     def rows(targets_BS: jax.Array, chance_BS: jax.Array) -> jax.Array:
@@ -72,7 +75,10 @@ def choose_anchors(targets_BS: jax.Array, key: jax.Array, count: int) -> jax.Arr
 
 
 def from_anchors(x: jax.Array, position_BA: jax.Array, n: int) -> jax.Array:
-    """What x [B, S, ...] has at the n positions from each anchor on, [B, A, n, ...]; the row's ends go on for ever."""
+    """Gather the n positions of x [B, S, ...] that start at each anchor: [B, A, n, ...].
+
+    Positions outside the row are clamped to its ends.
+    """
 
     def rows(x: jax.Array, position_BA: jax.Array) -> jax.Array:
         place = jnp.clip(position_BA[..., None] + jnp.arange(n), 0, x.shape[1] - 1)
@@ -85,7 +91,7 @@ def from_anchors(x: jax.Array, position_BA: jax.Array, n: int) -> jax.Array:
 
 
 def slot_targets(targets_BS: jax.Array, position_BA: jax.Array, n: int) -> jax.Array:
-    """The tokens [B, A, n] that the slots of every anchor predict, -1 from the first place without one on."""
+    """Return the tokens [B, A, n] that the slots of every anchor predict, -1 from the first missing target on."""
     place_BAn = position_BA[..., None] + jnp.arange(n)
     some = (position_BA[..., None] >= 0) & (place_BAn < targets_BS.shape[1])
     found = jnp.where(some, from_anchors(targets_BS, position_BA, n), -1)
@@ -93,21 +99,23 @@ def slot_targets(targets_BS: jax.Array, position_BA: jax.Array, n: int) -> jax.A
 
 
 def weights(slots_BAn: jax.Array, decay: float) -> jax.Array:
-    """Weight exp(-k / decay) of slot k, 0 without a target."""
+    """Return the weight exp(-k / decay) of every slot k, 0 for a slot without a target."""
     return jnp.where(slots_BAn >= 0, jnp.exp(-jnp.arange(slots_BAn.shape[2]) / decay), 0.0)
 
 
 def draft_losses(
     model: DeepSeek, inputs: Inputs, targets_BS: jax.Array, position_BA: jax.Array, decay: float
 ) -> tuple[dict[str, jax.Array], jax.Array]:
-    """The drafter's three losses, sums over slots with their weights, and the loads of its experts.
+    """Compute the drafter's three losses, weighted sums over slots, and the loads of its experts.
 
-    `draft_ce`: cross-entropy of the true token; `draft_distance`: L1 distance between the drafter's distribution and
-    the backbone's for the same token; `draft_confidence`: cross-entropy of the confidence with the probability of
-    acceptance, one minus half that distance. The backbone gets no gradient.
+    `draft_ce` is the cross-entropy of the true token; `draft_distance` the L1 distance between the drafter's
+    distribution and the backbone's for the same token; `draft_confidence` the cross-entropy of the confidence head with
+    the probability of acceptance, which is 1 - distance / 2 and also returned, as `draft_acceptance`. The backbone gets
+    no gradient.
     """
     frozen = jax.lax.stop_gradient
     backbone = frozen(model.hidden(inputs, with_mtp=False, collect=["features"]))
+    # The drafts of all anchors, from the backbone's hidden states.
     n = model.cfg.dspark_block_size
     token_BA, first_BA = (from_anchors(x, position_BA, 1)[..., 0] for x in (inputs.ids, backbone.tables.docs.first_BS))
     anchors = Anchors(token_BA, position_BA, first_BA)
@@ -135,6 +143,7 @@ def draft_losses(
         }
         return {name: x * weight for name, x in found.items()}
 
+    # One slot at a time, since logits of all slots [B, A, n, V] would not fit; the backward pass recomputes them.
     xs = (made.h_BAnD, made.u_BAnD, teacher_BAnD, before_BAn, slots_BAn, weight_BAn)
     slots = tuple(jnp.moveaxis(x, 2, 0) for x in xs)
     _, found = jax.lax.scan(lambda _, xs: (None, slot(xs)), None, slots, unroll=emulated())
@@ -142,6 +151,6 @@ def draft_losses(
 
 
 def _shared_frozen(model: DeepSeek) -> DeepSeek:
-    """The model with everything but the draft blocks cut off from the gradient."""
+    """Return the model with no gradient to anything but the draft blocks."""
     cut = lambda path, x: x if path[0].name == "mtp" else jax.lax.stop_gradient(x)
     return jax.tree.map_with_path(cut, model)

@@ -2,6 +2,8 @@
 """Pre-train: predict the next token and the one after it (MTP), keep the experts' loads even, teach the indexer."""
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import whole
 from dsv4_jax.ops.cross_entropy import cross_entropy
+from dsv4_jax.train.custom import ExtraLoss, extra_losses, extra_weights
 
 
 class Pretrain:
@@ -25,6 +28,8 @@ class Pretrain:
         weights = {} if warmup else {"loss": 1.0, "mtp_loss": cfg.loss.mtp, "balance_loss": cfg.loss.balance}
         if not dense:
             weights["indexer_loss"] = cfg.loss.indexer
+        weights |= extra_weights(cfg)
+        self.extra = extra_losses(cfg)
         self.weights = {name: weight for name, weight in weights.items() if weight}
         # DSpark's draft blocks learn later, from a finished backbone (objectives/draft.py).
         self.frozen = [r"^(?!.*\bindexer\b)"] if warmup else [r"^mtp\b"] if dspark else []
@@ -46,7 +51,7 @@ class Pretrain:
         self, model: DeepSeek, batch: Batch, count: dict[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], jax.Array]:
         """Compute `losses`."""
-        return losses(model, batch, count)
+        return losses(model, batch, count, self.extra)
 
 
 def forced_experts(cfg: ModelConfig, batch: Batch) -> list[jax.Array | None] | None:
@@ -68,13 +73,17 @@ def denominators(batch: Batch) -> dict[str, jax.Array]:
 
 
 def losses(
-    model: DeepSeek, batch: Batch, count: dict[str, jax.Array] | None = None
+    model: DeepSeek,
+    batch: Batch,
+    count: dict[str, jax.Array] | None = None,
+    extra: Mapping[str, ExtraLoss] = MappingProxyType({}),
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Compute every loss of a batch, fp32 scalars by name, and the load of every layer's experts.
 
     Each loss is a sum over this batch divided by a count. Pass the whole batch's `denominators` as `count` when
-    accumulating, so that the parts add up. Beside the losses there is `clamped`: the share of the activations of all
-    experts that the SwiGLU clamps. The load is [layers, E] or, of text and images, [layers, 2, E] (`Block.load`).
+    accumulating, so that the parts add up. `extra` adds losses by name (`custom.extra_losses`). Beside the losses there
+    is `moe/clamped`: the share of the activations of all experts that the SwiGLU clamps. The load is [layers, E] or, of
+    text and images, [layers, 2, E] (`Block.load`).
     """
     cfg, targets, count = model.cfg, batch["targets"], count or denominators(batch)
     forced = forced_experts(cfg, batch)
@@ -88,5 +97,6 @@ def losses(
     for name in ("balance", "indexer"):
         found[f"{name}_loss"] = sum((getattr(layer, name) for layer in out.layers), jnp.zeros(())) / count["real"]
     activations = len(out.layers) * (cfg.n_activated_experts + 1) * cfg.moe_inter_dim  # of a token
-    found["clamped"] = sum(layer.clamped for layer in out.layers) / activations / count["real"]
+    found["moe/clamped"] = sum(layer.clamped for layer in out.layers) / activations / count["real"]
+    found |= {name: function(model, out, batch, count) for name, function in extra.items()}
     return found, jnp.stack([layer.load for layer in out.layers])

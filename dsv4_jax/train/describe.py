@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration amounts to, in lines of text: layers, parameters, objective, optimizer, placement."""
+"""Describe a run in lines of text: stages, layers, parameters, objective, optimizer, placement, activations."""
 
 import collections
 import math
@@ -15,65 +15,17 @@ from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.batch import Batch, abstract_batch, with_engram_rows
 from dsv4_jax.mesh import RULES
 from dsv4_jax.model.config import LayerSpec, ModelConfig
+from dsv4_jax.model.counts import parameter_counts
 from dsv4_jax.model.deepseek import trace_structure
 from dsv4_jax.optim.groups import count_matrices, list_groups
 from dsv4_jax.train.objectives import objective_of
-from dsv4_jax.train.state import (
-    abstract_model,
-    abstract_state,
-    frozen,
-    parameter_groups,
-    schedule,
-    split_trained,
-)
+from dsv4_jax.train.optimizer import frozen, parameter_groups, schedule, split_trained
+from dsv4_jax.train.state import abstract_model, abstract_state
 from dsv4_jax.train.step import make_loss
 
 
-def parameter_counts(cfg: ModelConfig) -> tuple[int, int]:
-    """Parameters of the model, and how many of them one token of pre-training uses (no array is made).
-
-    Of an Engram's table a token uses a row for each n-gram; it uses no draft blocks of DSpark.
-    """
-    _, params, _ = nnx.split(trace_structure(cfg), nnx.Param, ...)
-    dspark, columns = bool(cfg.dspark_target_layer_ids), (cfg.engram_max_ngram_size - 1) * cfg.engram_n_heads
-    total = used = 0
-    for path, variable in nnx.to_flat_state(params):
-        shape = dict(zip(variable.axes, variable.get_value().shape, strict=True))
-        if "rows" in shape:
-            shape["rows"] -= variable.spare
-        total += math.prod(shape.values())
-        if "rows" in shape:
-            shape["rows"] = columns
-        if "experts" in shape:
-            shape["experts"] = cfg.n_activated_experts
-        used += 0 if dspark and path[0] == "mtp" else math.prod(shape.values())
-    return total, used
-
-
-def operations_per_token(cfg: ModelConfig, S: int) -> tuple[float, float]:
-    """Floating-point operations of a training step per token, in matrices and in attention, for rows of S.
-
-    Six a parameter that a token uses, but for the embedding's row, and once more for each MTP block's use
-    of the head; attention to the window, to the entries that a query sees on average and to those that
-    the indexer scores, forward once and backward twice.
-    """
-    table = cfg.vocab_size * cfg.dim
-    mtp = 0 if cfg.dspark_target_layer_ids else cfg.n_mtp_layers  # DSpark is not pre-trained
-    matrices = 6.0 * (parameter_counts(cfg)[1] - table + mtp * table)
-    attention = 0.0
-    drafts = (LayerSpec("window"),) * mtp
-    for spec in (*cfg.layer_specs, *drafts):
-        seen = S / (2 * spec.ratio) if spec.ratio else 0.0
-        if spec.indexed and cfg.attention != "dense":
-            attention += 3 * 2 * cfg.index_n_heads * cfg.index_head_dim * seen
-        selected = cfg.attention == "sparse" and (spec.indexed or spec.mode == "reuse")
-        read = min(seen, cfg.index_topk) if selected else seen
-        attention += 3 * 4 * cfg.n_heads * cfg.head_dim * (min(cfg.window_size, S / 2) + read)
-    return matrices, attention
-
-
 def describe_model(cfg: ModelConfig) -> list[str]:
-    """Layer plan and parameter counts, a line each."""
+    """Describe the layers and the numbers of parameters."""
     model = trace_structure(cfg)
     total, active = parameter_counts(cfg)
     lines = [f"parameters  {total:,}, of which a token uses {active:,}"]
@@ -94,7 +46,7 @@ _UNITS = (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")
 
 
 def describe_stages(cfg: Config) -> list[str]:
-    """The stages as a table, a line each, and what in it is our choice."""
+    """Describe the stages in a table; values that are our choice are marked."""
     count = lambda n: next(f"{n / size:.5g}{letter}" for size, letter in _UNITS if n >= size or size == 1)
     rows = [
         ("stage", "from", "to", "tokens", "steps", "rows x positions", "batch", "learning rate", "attention", "also")
@@ -126,18 +78,18 @@ def describe_stages(cfg: Config) -> list[str]:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines of text."""
+    """Align rows of cells; return a line for each row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def describe_objective(weights: dict[str, float]) -> str:
-    """The objective as a sum."""
+    """Describe the objective as a sum of weighted losses."""
     return "objective   " + " + ".join(name if w == 1 else f"{w:g} {name}" for name, w in weights.items())
 
 
 def describe_optimizer(cfg: Config) -> tuple[str, str]:
-    """How many parameters each rule moves, in a line; and a table with a line for every parameter."""
+    """Return a line with the number of parameters that each rule moves, and a table with a line for every parameter."""
     params = nnx.state(abstract_model(cfg), nnx.Param)
     groups = parameter_groups(cfg, params, frozen(cfg))
     sizes: collections.Counter[str] = collections.Counter()
@@ -152,11 +104,10 @@ def describe_optimizer(cfg: Config) -> tuple[str, str]:
 
 
 def describe_placement(cfg: Config, leg: ResolvedStage | None = None) -> list[str]:
-    """Where parameters lie on the mesh that is set: a line for all of one shape and spec, and their bytes.
+    """Describe the placement of parameters on the mesh that is set: a line for all of one shape and spec.
 
-    Bytes of gradients are those of a stage, the first if not said.
-
-    Parameters that a mesh axis would split, if it divided them, are named.
+    Parameters that a mesh axis would split if it divided them are named. The bytes of gradients are those of stage
+    `leg`, or of the first stage.
     """
     state = abstract_state(cfg)
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -185,9 +136,10 @@ def describe_placement(cfg: Config, leg: ResolvedStage | None = None) -> list[st
 
 
 def describe_activations(cfg: Config) -> list[str]:
-    """Bytes on each device of one part of the batch, and of what is kept for its backward pass, by tracing.
+    """Count the bytes on each device of one part of the batch and of what its forward pass keeps for the backward pass.
 
-    What a layer needs while it runs comes on top; a compiled step (`topology`) tells that too.
+    They come from a trace of the loss. What a layer needs while it runs comes on top: compile the step for that
+    (`plan --topology`).
     """
     state, batch = abstract_state(cfg), abstract_batch(cfg, cfg.data.batch_size // cfg.train.accumulate)
     objective, given = objective_of(cfg), _bytes(batch)
