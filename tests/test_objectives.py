@@ -9,7 +9,7 @@ from runs import small, train
 
 import dsv4_jax as ds
 from dsv4_jax.config.files import config_from_json
-from dsv4_jax.train import loop
+from dsv4_jax.train import run_dir, trainer
 
 pytestmark = pytest.mark.usefixtures("cheap_compilation")
 
@@ -36,15 +36,15 @@ def test_the_old_key_is_refused_with_the_new_one(tmp_path):
 def test_a_run_that_was_saved_with_the_old_key_goes_on(corpus, tmp_path, monkeypatch):
     """Its config.json and its checkpoint hold the old key; the resume reports no change."""
 
-    def as_before(cfg, resolved=loop.resolved):
+    def as_before(cfg, resolved=run_dir.resolved):
         tree = resolved(cfg)
         tree["train"]["stage"] = tree["train"].pop("objective")
         return tree
 
     cfg = small(corpus, tmp_path / "run", steps=4)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "resolved", as_before)
-        patch.setattr("dsv4_jax.train.run_dir.resolved", as_before)
+        for module in (trainer, run_dir):
+            patch.setattr(module, "resolved", as_before)
         train(cfg)
     assert '"stage": "pretrain"' in (tmp_path / "run" / "config.json").read_text()
     said = train(cfg.replace({"train.steps": 5}))
