@@ -91,7 +91,8 @@ def describe_objective(weights: dict[str, float]) -> str:
 def describe_optimizer(cfg: Config) -> tuple[str, str]:
     """Return a line with the number of parameters that each rule moves, and a table with a line for every parameter."""
     params = nnx.state(abstract_model(cfg), nnx.Param)
-    groups = parameter_groups(cfg, params, frozen(cfg))
+    _, left_alone = split_trained(cfg, params)
+    groups = parameter_groups(cfg, params, frozen(cfg) if jax.tree.leaves(left_alone) else None)
     sizes: collections.Counter[str] = collections.Counter()
     matrices = 0
     for x, group in zip(jax.tree.leaves(params), list_groups(groups), strict=True):
