@@ -80,7 +80,7 @@ def _describes(config: str, *parts: str) -> Callable[[], str]:
         from dsv4_jax.train.state import abstract_state
 
         run = ds.load_config(ROOT / "configs" / f"{config}.py")
-        cfg = run.legs[0].cfg
+        cfg = run.resolved_stages[0].cfg
         lines: list[str] = []
         if "stages" in parts:
             lines += describe.describe_stages(run)

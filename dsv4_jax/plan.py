@@ -40,15 +40,15 @@ def plan(config: Config, number: int = 1, topology: str | None = None) -> Iterat
     Raises:
         ConfigError: if there is no such stage or slice, or the slice does not fit the mesh.
     """
-    if not 1 <= number <= len(config.legs):
-        raise ConfigError(f"--stage {number}: the run has {len(config.legs)} stages, numbered from 1")
+    if not 1 <= number <= len(config.resolved_stages):
+        raise ConfigError(f"--stage {number}: the run has {len(config.resolved_stages)} stages, numbered from 1")
     config.check_steps()
-    stage = config.legs[number - 1]
+    stage = config.resolved_stages[number - 1]
     cfg = stage.cfg
     trace_functions(config)
     devices = slice_devices(topology, cfg.mesh) if topology else None
     if config.stages:
-        yield from (*describe.describe_stages(config), "", f"Stage {number}, {stage.stage.name}:")
+        yield from (*describe.describe_stages(config), "", f"Stage {number}, {stage.declared.name}:")
     with abstract_mesh(cfg.mesh.data, cfg.mesh.expert, cfg.mesh.context):
         optimizer, parameters = describe.describe_optimizer(cfg)
         matrices, attention = operations_per_token(cfg.model, cfg.data.seq_len)
@@ -99,12 +99,12 @@ def slice_devices(topology: str, sizes: MeshConfig) -> np.ndarray:
     return np.array(devices).reshape(shape)
 
 
-def compile_for(run: Config, leg: ResolvedStage, devices: np.ndarray) -> list[str]:
+def compile_for(run: Config, stage: ResolvedStage, devices: np.ndarray) -> list[str]:
     """Compile the training step of a stage for devices that need not exist; describe it, a line for each property."""
-    cfg, mesh = leg.cfg, jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)
+    cfg, mesh = stage.cfg, jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
         batch = abstract_batch(cfg, cfg.data.batch_size)
-        step = jax.jit(make_train_step(cfg, leg.clock), donate_argnums=0)
+        step = jax.jit(make_train_step(cfg, stage.clock), donate_argnums=0)
         program = step.trace(abstract_state(run), batch).lower(lowering_platforms=("tpu",)).compile()
     memory, text = program.memory_analysis(), program.as_text()
     lines = [f"compiled    for {devices.size} x {devices.flat[0].device_kind}"]

@@ -88,16 +88,16 @@ def cheap_compilation():
 
     compiled = programs.Programs.compiled
 
-    def once(self, leg, name, state, batch):
-        train = leg.cfg.train
+    def once(self, stage, name, state, batch):
+        train = stage.cfg.train
         train = (train.objective, train.metrics, train.seed, train.steps, train.accumulate, train.frozen)
         shapes = sorted((n, x.shape, str(x.sharding)) for n, x in batch.items())
-        sections = [getattr(leg.cfg, name) for name in ("model", "data", "optim", "loss", "mesh")]
-        sections.append(leg.cfg.routing.bias_speed)
+        sections = [getattr(stage.cfg, name) for name in ("model", "data", "optim", "loss", "mesh")]
+        sections.append(stage.cfg.routing.bias_speed)
         makers = programs.make_train_step, programs.make_eval_step, programs.make_route, step.make_loss
-        key = repr((sections, train, leg.clock.batch, leg.clock.segments, name, shapes)), makers
+        key = repr((sections, train, stage.clock.batch, stage.clock.segments, name, shapes)), makers
         if key not in _PROGRAMS:
-            _PROGRAMS[key] = compiled(self, leg, name, state, batch)
+            _PROGRAMS[key] = compiled(self, stage, name, state, batch)
         return _PROGRAMS[key]
 
     with pytest.MonkeyPatch.context() as patch:

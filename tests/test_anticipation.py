@@ -57,12 +57,12 @@ class Programs:
 
     def __init__(self, cfg):
         self._programs = programs_module.Programs(Timing(), lambda line: None)
-        self._leg = cfg.legs[0]
+        self._stage = cfg.resolved_stages[0]
         self.start = jax.jit(lambda: init_state(cfg))()
 
     def _run(self, name, state, batch):
         # A step takes the place of the state it is given.
-        return self._programs.compiled(self._leg, name, state, batch)(jax.tree.map(jnp.copy, state), batch)
+        return self._programs.compiled(self._stage, name, state, batch)(jax.tree.map(jnp.copy, state), batch)
 
     def route(self, state, batch):
         return self._run("routing", state, batch)
@@ -137,8 +137,8 @@ class Log:
         self.states, self.batches, self.chosen = {}, {}, []
         compiled = programs_module.Programs.compiled
 
-        def logged(programs, leg, name, state, batch):
-            made = compiled(programs, leg, name, state, batch)
+        def logged(programs, stage, name, state, batch):
+            made = compiled(programs, stage, name, state, batch)
 
             def run(state, batch):
                 if name == "step":

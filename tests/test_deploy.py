@@ -27,7 +27,7 @@ def training(text):
     words = shlex.split(re.sub(r"\$\w+", "3", text[text.rindex("train.py") :].partition("\n")[0]))
     cfg = load_config(ROOT / words[1], words[2:])
     assert cfg.train.run_dir.startswith("/shared/") and cfg.data.prepared.startswith("/shared/")
-    return cfg, math.prod(dataclasses.astuple(cfg.legs[0].cfg.mesh))
+    return cfg, math.prod(dataclasses.astuple(cfg.resolved_stages[0].cfg.mesh))
 
 
 def script(tmp_path, name, *words, statuses):

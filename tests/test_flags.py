@@ -38,7 +38,9 @@ def test_a_path_and_a_mixture_replace_each_other(path):
 def test_every_shipped_file_can_be_cut_to_20_steps(path, capsys):
     """Warm-up and decay in steps keep their shares of the run; the schedule of stages stays theirs."""
     before, cfg = ds.load_config(path), ds.load_config(path, ["--train.steps", "20"])
-    assert cfg.steps == 20 and all(leg.cfg.train.steps == cfg.legs[-1].last for leg in cfg.legs)
+    assert cfg.steps == 20 and all(
+        stage.cfg.train.steps == cfg.resolved_stages[-1].last for stage in cfg.resolved_stages
+    )
     note = capsys.readouterr().err
     if cfg.stages:
         assert cfg.optim == before.optim and "train.steps = 20 ends the run before its stages do" in note
@@ -97,13 +99,13 @@ def test_a_stage_is_addressed_by_number_or_name():
         "--stages.1.data.seq-len 64 --stages.dense.data.seq-len=128 --stages.warm-up-of-the-indexer.model.no-yarn "
         "--stages.4.until 204800 --stages.4.optim.learning-rate 1e-3"
     )
-    legs = ds.load_config("configs/tiny_stages.py", flags.split()).legs
-    assert [leg.cfg.data.seq_len for leg in legs] == [64, 128, 128, 128]
-    assert [leg.cfg.model.yarn for leg in legs] == [True, True, False, False]
-    assert legs[3].stage.until == 204800 and legs[3].cfg.optim.learning_rate == 1e-3
+    stages = ds.load_config("configs/tiny_stages.py", flags.split()).resolved_stages
+    assert [stage.cfg.data.seq_len for stage in stages] == [64, 128, 128, 128]
+    assert [stage.cfg.model.yarn for stage in stages] == [True, True, False, False]
+    assert stages[3].declared.until == 204800 and stages[3].cfg.optim.learning_rate == 1e-3
     # A flag of the whole run beside that of every stage that changes the key is not lost.
     cfg = ds.load_config("configs/tiny_stages.py", "--data.seq-len 64 --stages.2.data.seq-len 128".split())
-    assert [leg.cfg.data.seq_len for leg in cfg.legs] == [64, 128, 128, 128]
+    assert [stage.cfg.data.seq_len for stage in cfg.resolved_stages] == [64, 128, 128, 128]
 
 
 def test_paths_and_mixtures_of_stages_are_held_by_flags_too(tmp_path):
@@ -116,7 +118,7 @@ def test_paths_and_mixtures_of_stages_are_held_by_flags_too(tmp_path):
     )
     assert "stage 2 (b) sets data.mixture" in refused(file, "--data.path text")
     cfg = ds.load_config(file, "--stages.2.data.path text".split())
-    assert [leg.cfg.data.paths for leg in cfg.legs] == [{"": 1.0}, {"text": 1.0}]
+    assert [stage.cfg.data.paths for stage in cfg.resolved_stages] == [{"": 1.0}, {"text": 1.0}]
 
 
 @pytest.mark.parametrize("path", STAGED)
@@ -124,16 +126,20 @@ def test_the_mesh_of_a_flag_holds_in_every_stage(path, capsys):
     """So that a published run can be planned for any number of devices."""
     size = {"configs/tiny_stages.py": "2", "configs/v4_pro.py": "6"}.get(path, "8")
     cfg = ds.load_config(path, ["--mesh.data", "1", "--mesh.expert", size, "--mesh.context", "1"])
-    assert {leg.cfg.mesh for leg in cfg.legs} == {cfg.mesh} and cfg.mesh.expert == int(size)
-    changing = [leg for leg in ds.load_config(path).legs if any("mesh" in key for key in leg.stage.changes)]
+    assert {stage.cfg.mesh for stage in cfg.resolved_stages} == {cfg.mesh} and cfg.mesh.expert == int(size)
+    changing = [
+        stage for stage in ds.load_config(path).resolved_stages if any("mesh" in key for key in stage.declared.changes)
+    ]
     notes = capsys.readouterr().err
-    assert all(f"holds for stage {leg.number + 1} ({leg.stage.name}) too" in notes for leg in changing)
+    assert all(f"holds for stage {stage.number + 1} ({stage.declared.name}) too" in notes for stage in changing)
 
 
 def test_a_stage_may_still_have_its_own_mesh():
     flags = "--mesh.data 2 --mesh.expert 4 --mesh.context 8 --stages.1M.mesh.data 1 --stages.1M.mesh.context 16"
-    legs = ds.load_config("configs/v41_flash.py", flags.split()).legs
-    assert [(m.data, m.expert, m.context) for m in (leg.cfg.mesh for leg in legs)] == [(2, 4, 8)] * 2 + [(1, 4, 16)]
+    stages = ds.load_config("configs/v41_flash.py", flags.split()).resolved_stages
+    assert [(m.data, m.expert, m.context) for m in (stage.cfg.mesh for stage in stages)] == [(2, 4, 8)] * 2 + [
+        (1, 4, 16)
+    ]
 
 
 def test_a_decay_in_steps_takes_the_place_of_one_in_tokens():

@@ -168,11 +168,11 @@ def test_another_batch_leaves_stages_where_their_tokens_are(corpus, tmp_path):
     until = 6 * 128, 12 * 128, 14 * 128
     stages = tuple(Stage(name=str(i), until=n, changes={}) for i, n in enumerate(until))
     cfg = small(corpus, tmp_path).replace({"stages": stages, "train.steps": 0})
-    assert [(leg.first, leg.last) for leg in cfg.legs] == [(0, 6), (6, 12), (12, 14)]
+    assert [(stage.first, stage.last) for stage in cfg.resolved_stages] == [(0, 6), (6, 12), (12, 14)]
     larger = cfg.replace({"data.batch_size": 4})
     after = larger.after(((0, 0), (3, 384)))
-    assert [(leg.first, leg.last) for leg in after.legs] == [(0, 5), (5, 8), (8, 9)]
-    assert [after.legs[0].clock.tokens(step) for step in (3, 5, 8, 9)] == [384, 896, 1664, 1920]
+    assert [(stage.first, stage.last) for stage in after.resolved_stages] == [(0, 5), (5, 8), (8, 9)]
+    assert [after.resolved_stages[0].clock.tokens(step) for step in (3, 5, 8, 9)] == [384, 896, 1664, 1920]
     assert read_data(after)[0].identity == read_data(cfg)[0].identity != read_data(larger.after(((0, 0),)))[1].identity
     train(cfg.replace({"train.steps": 3}))
     said = train(larger.replace({"train.steps": 6}))

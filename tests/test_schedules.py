@@ -111,28 +111,28 @@ def test_refuses(changes):
 )
 def test_the_published_runs_as_stages(name, recipe):
     """Their stages have the recipe's batch, length and rate at any token count, and end where it does."""
-    legs = ds.load_config(ROOT / "configs" / f"{name}.py").legs
-    assert legs[-1].last == legs[0].cfg.steps and legs[-1].stage.until == recipe.tokens
-    for leg in legs:
-        data, rate = leg.cfg.data, schedule(leg.cfg.optim, leg.cfg.steps, leg.clock)
-        for step in (leg.first, (leg.first + leg.last) // 2, leg.last - 1):
-            seen = leg.clock.tokens(step)
+    stages = ds.load_config(ROOT / "configs" / f"{name}.py").resolved_stages
+    assert stages[-1].last == stages[0].cfg.steps and stages[-1].declared.until == recipe.tokens
+    for stage in stages:
+        data, rate = stage.cfg.data, schedule(stage.cfg.optim, stage.cfg.steps, stage.clock)
+        for step in (stage.first, (stage.first + stage.last) // 2, stage.last - 1):
+            seen = stage.clock.tokens(step)
             assert (data.batch_size * data.seq_len, data.seq_len) == (recipe.batch(seen), recipe.length(seen))
-            assert leg.clock.tokens(step) == recipe.clock.tokens(step)
-            if leg.cfg.model.attention != "warmup":
+            assert stage.clock.tokens(step) == recipe.clock.tokens(step)
+            if stage.cfg.model.attention != "warmup":
                 assert rate(step) == pytest.approx(recipe.learning_rate(step), rel=1e-12)
-    stages = {"sparse"} if name == "v41_flash" else {"dense", "warmup", "sparse"}
-    assert {leg.cfg.model.attention for leg in legs} == stages
+    modes = {"sparse"} if name == "v41_flash" else {"dense", "warmup", "sparse"}
+    assert {stage.cfg.model.attention for stage in stages} == modes
 
 
 def test_the_published_runs_change_where_the_reports_say():
     """V4: dense for the first 1T tokens of Flash, MTP weight 0.1 from the decay on; V4.1: the vision tower's thaw."""
-    flash, v41 = (ds.load_config(ROOT / "configs" / f"{name}.py").legs for name in ("v4_flash", "v41_flash"))
-    assert {leg.cfg.model.attention for leg in flash if leg.stage.until <= T} == {"dense"}
-    assert {leg.cfg.data.seq_len for leg in flash if leg.cfg.model.attention != "dense"} == {65536, 2**20}
+    flash, v41 = (ds.load_config(ROOT / "configs" / f"{name}.py").resolved_stages for name in ("v4_flash", "v41_flash"))
+    assert {stage.cfg.model.attention for stage in flash if stage.declared.until <= T} == {"dense"}
+    assert {stage.cfg.data.seq_len for stage in flash if stage.cfg.model.attention != "dense"} == {65536, 2**20}
     decay = DEEPSEEK_V4_FLASH.decay[0]
-    assert {leg.cfg.loss.mtp for leg in flash if leg.clock.tokens(leg.first) >= decay} == {0.1}
-    assert {leg.cfg.loss.mtp for leg in flash if leg.clock.tokens(leg.first) < decay} == {0.3}
+    assert {stage.cfg.loss.mtp for stage in flash if stage.clock.tokens(stage.first) >= decay} == {0.1}
+    assert {stage.cfg.loss.mtp for stage in flash if stage.clock.tokens(stage.first) < decay} == {0.3}
     names = ["vision.norm", "vision.layers.0.attn.wq.weight", "aligner.w1.weight", "embed"]
-    held = lambda leg: [name for name in names if re.search(frozen(leg.cfg), name)]
-    assert [held(leg) for leg in v41] == [[names[1]], [], []]
+    held = lambda stage: [name for name in names if re.search(frozen(stage.cfg), name)]
+    assert [held(stage) for stage in v41] == [[names[1]], [], []]

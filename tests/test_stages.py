@@ -68,9 +68,11 @@ def test_token_counts_decide_exactly(parts):
         with pytest.raises(ds.ConfigError, match="no step begins before it ends"):
             staged(base, *stages)
         return
-    legs = staged(base, *stages).legs
-    assert [(leg.first, leg.last) for leg in legs] == want
-    assert [leg.clock.tokens(leg.last) for leg in legs][-1] == seen and all(leg.cfg.steps == step for leg in legs)
+    stages = staged(base, *stages).resolved_stages
+    assert [(stage.first, stage.last) for stage in stages] == want
+    assert [stage.clock.tokens(stage.last) for stage in stages][-1] == seen and all(
+        stage.cfg.steps == step for stage in stages
+    )
 
 
 def test_what_a_stage_may_change_and_what_not():
@@ -170,17 +172,17 @@ def test_the_state_goes_through_stages_that_freeze_parts(corpus, tmp_path):
         "sparse": lambda path: True,
     }
     counts = []
-    for leg in cfg.legs:
-        after, told = jax.jit(make_train_step(leg.cfg, leg.clock))(state, run.put_batch(batch, [0, 1], 2))
+    for stage in cfg.resolved_stages:
+        after, told = jax.jit(make_train_step(stage.cfg, stage.clock))(state, run.put_batch(batch, [0, 1], 2))
         pairs = zip(nnx.to_flat_state(state.params), nnx.to_flat_state(after.params), strict=True)
         moved = {path for (path, a), (_, b) in pairs if not np.array_equal(a.get_value(), b.get_value())}
-        want = {path for path, _ in nnx.to_flat_state(state.params) if trains[leg.stage.name](path)}
+        want = {path for path, _ in nnx.to_flat_state(state.params) if trains[stage.declared.name](path)}
         assert moved == want, moved ^ want
         assert set(told["grad_norms"]) == {".".join(map(str, path)) for path in want}
         flat = lambda state: jax.tree.leaves_with_path(state.opt_state)
         kept = [np.array_equal(a, b) for (_, a), (_, b) in zip(flat(state), flat(after), strict=True)]
         names = [jax.tree_util.keystr(path) for path, _ in flat(after)]
-        own = split_trained(leg.cfg, state.params)[0]
+        own = split_trained(stage.cfg, state.params)[0]
         own = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(own)}
         for name, same in zip(names, kept, strict=True):
             if "count" not in name:

@@ -112,6 +112,6 @@ def test_the_tiny_step_compiles_for_tpu_on_every_axis(mesh, exchange):
     names = [f"--mesh.{axis}={size}" for axis, size in zip(("data", "expert", "context"), mesh, strict=True)]
     rest = ["--data.batch-size", "8", "--model.n-routed-experts", "16", "--model.expert-exchange", exchange]
     cfg = ds.load_config(TINY, names + rest)
-    lines = compile_for(cfg, cfg.legs[0], slice_devices("v5e:2x4", cfg.mesh))
+    lines = compile_for(cfg, cfg.resolved_stages[0], slice_devices("v5e:2x4", cfg.mesh))
     assert "8 x TPU" in lines[0] and any(line.startswith("memory") for line in lines)
     assert any("ragged-all-to-all" in line for line in lines) == (exchange == "ragged")

@@ -41,19 +41,19 @@ class Stage(Section):
 
 
 class ResolvedStage(NamedTuple):
-    """A stage, resolved.
+    """A stage with the configuration and the steps that it comes to.
 
     Attributes:
-        number: of the stage, from 0.
-        stage: its name and what of it is our choice.
-        cfg: the configuration in it, which has no stages itself; `train.steps` are those of all stages.
-        first: steps before it.
-        last: steps up to its end.
-        clock: tokens of the run's steps.
+        number: number of the stage, from 0.
+        declared: the stage as the configuration declares it.
+        cfg: the configuration of its steps, without stages; `train.steps` counts the steps of all stages.
+        first: steps of the run before it.
+        last: steps of the run up to its end.
+        clock: counts the tokens of the run's steps.
     """
 
     number: int
-    stage: Stage
+    declared: Stage
     cfg: "Config"
     first: int
     last: int
@@ -61,13 +61,13 @@ class ResolvedStage(NamedTuple):
 
     @property
     def planned(self) -> int:
-        """Tokens that the data of the stage are planned for: up to its end, by the batch of its first step.
+        """Count the tokens that the stage's data are planned for: up to its end, by the batch of its first step.
 
-        Another batch after that leaves them alone, so that a position in the data still means the same row.
+        A later change of the batch keeps this plan, so that a position in the data still means the same row.
         """
         seen = self.clock.tokens(self.first)
         size = self.clock.tokens(self.first + 1) - seen
-        return -(-(self.stage.until - seen) // size) * size
+        return -(-(self.declared.until - seen) // size) * size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,8 +93,8 @@ class Config(Section):
         return changed(self, changes)
 
     @functools.cached_property
-    def legs(self) -> tuple[ResolvedStage, ...]:
-        """The stages, resolved; of a run without stages one, the whole run."""
+    def resolved_stages(self) -> tuple[ResolvedStage, ...]:
+        """The stages with their configurations and steps; a run without stages is one stage."""
         return resolve_stages(self)
 
     def after(self, done: tuple[tuple[int, int], ...]) -> "Config":
@@ -103,23 +103,25 @@ class Config(Section):
         Without it every step counts as one of today's batches. `replace` takes it back.
         """
         other = copy.copy(self)
-        other.__dict__["legs"] = resolve_stages(self, done)
+        other.__dict__["resolved_stages"] = resolve_stages(self, done)
         return other
 
     @property
     def steps(self) -> int:
         """Optimizer steps after which the run ends."""
-        return self.train.steps or self.legs[-1].last
+        return self.train.steps or self.resolved_stages[-1].last
 
-    def leg(self, step: int) -> ResolvedStage:
-        """The stage of the step that comes after `step` others."""
-        return next((leg for leg in self.legs if step < leg.last), self.legs[-1])
+    def stage_at(self, step: int) -> ResolvedStage:
+        """Return the stage of the next step after `step` steps."""
+        return next((stage for stage in self.resolved_stages if step < stage.last), self.resolved_stages[-1])
 
     def _check(self) -> None:
         if not self.stages:
             self._check_stage()
             return
-        devices = {(leg.cfg.mesh.data * leg.cfg.mesh.expert * leg.cfg.mesh.context) for leg in self.legs}
+        devices = {
+            (stage.cfg.mesh.data * stage.cfg.mesh.expert * stage.cfg.mesh.context) for stage in self.resolved_stages
+        }
         if len(devices) > 1:
             raise ConfigError(f"all stages must have a mesh of the same number of devices, found {sorted(devices)}")
 
@@ -131,10 +133,10 @@ class Config(Section):
         Raises:
             ConfigError: with the number of steps of the stages.
         """
-        if self.stages and self.train.steps > self.legs[-1].last:
+        if self.stages and self.train.steps > self.resolved_stages[-1].last:
             raise ConfigError(
-                f"train.steps = {self.train.steps} exceeds the {self.legs[-1].last} steps of the stages; raise the "
-                "last stage's `until`"
+                f"train.steps = {self.train.steps} exceeds the {self.resolved_stages[-1].last} steps of the stages; "
+                "raise the last stage's `until`"
             )
 
     def _check_stage(self) -> None:

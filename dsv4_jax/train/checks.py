@@ -32,8 +32,8 @@ def find_functions(cfg: Config) -> None:
     """
     if cfg.optim.make:
         resolve(cfg.optim.make, "optim.make")
-    for leg in cfg.legs:
-        objective_of(leg.cfg)
+    for stage in cfg.resolved_stages:
+        objective_of(stage.cfg)
     custom_metrics(cfg)
     find_loggers(cfg.train.loggers)
 
@@ -44,15 +44,15 @@ def trace_functions(cfg: Config) -> None:
     Raises:
         ConfigError: if one of them fails or returns what it must not.
     """
-    for leg in cfg.legs:
-        train, mesh = leg.cfg.train, leg.cfg.mesh
+    for stage in cfg.resolved_stages:
+        train, mesh = stage.cfg.train, stage.cfg.mesh
         own = train.objective if train.objective not in OBJECTIVES else ""
-        if not (own or leg.cfg.loss.extra or train.metrics):
+        if not (own or stage.cfg.loss.extra or train.metrics):
             continue
         with abstract_mesh(mesh.data, mesh.expert, mesh.context):
-            batch = with_engram_rows(abstract_batch(leg.cfg, leg.cfg.data.batch_size), leg.cfg.model)
+            batch = with_engram_rows(abstract_batch(stage.cfg, stage.cfg.data.batch_size), stage.cfg.model)
             try:
-                jax.eval_shape(make_train_step(leg.cfg, leg.clock), abstract_state(cfg), batch)
+                jax.eval_shape(make_train_step(stage.cfg, stage.clock), abstract_state(cfg), batch)
             except ConfigError:
                 raise
             except Exception as error:

@@ -52,28 +52,28 @@ def describe_stages(cfg: Config) -> list[str]:
         ("stage", "from", "to", "tokens", "steps", "rows x positions", "batch", "learning rate", "attention", "also")
     ]
     shown = {"data.batch_size", "data.seq_len", "optim.learning_rate", "model.attention"}
-    for leg in cfg.legs:
-        data, optim, chosen = leg.cfg.data, leg.cfg.optim, set(leg.stage.chosen)
+    for stage in cfg.resolved_stages:
+        data, optim, chosen = stage.cfg.data, stage.cfg.optim, set(stage.declared.chosen)
         mark = lambda text, *keys, chosen=chosen: text + "*" * bool(chosen & set(keys))
-        rate = schedule(optim, leg.cfg.steps, leg.clock)
-        rates = [f"{rate(step):.3g}" for step in (leg.first, leg.last - 1)]
-        tokens = leg.clock.tokens(leg.first), leg.clock.tokens(leg.last)
-        also = [mark(f"{k} = {v!r}", k) for k, v in leg.stage.changes.items() if k not in shown]
+        rate = schedule(optim, stage.cfg.steps, stage.clock)
+        rates = [f"{rate(step):.3g}" for step in (stage.first, stage.last - 1)]
+        tokens = stage.clock.tokens(stage.first), stage.clock.tokens(stage.last)
+        also = [mark(f"{k} = {v!r}", k) for k, v in stage.declared.changes.items() if k not in shown]
         rows.append(
             (
-                leg.stage.name,
+                stage.declared.name,
                 count(tokens[0]),
                 mark(count(tokens[1]), "until"),
                 count(tokens[1] - tokens[0]),
-                f"{leg.last - leg.first:,}",
+                f"{stage.last - stage.first:,}",
                 f"{data.batch_size:,} x {data.seq_len:,}",
                 mark(count(data.batch_size * data.seq_len), "data.batch_size"),
                 mark(" to ".join(dict.fromkeys(rates)), "optim.learning_rate"),
-                leg.cfg.model.attention,
+                stage.cfg.model.attention,
                 ", ".join(also),
             )
         )
-    some = any(leg.stage.chosen for leg in cfg.legs)
+    some = any(stage.declared.chosen for stage in cfg.resolved_stages)
     return [*columns(rows), *["* our choice, where the report of the model is silent"] * some]
 
 
@@ -104,11 +104,11 @@ def describe_optimizer(cfg: Config) -> tuple[str, str]:
     )
 
 
-def describe_placement(cfg: Config, leg: ResolvedStage | None = None) -> list[str]:
+def describe_placement(cfg: Config, stage: ResolvedStage | None = None) -> list[str]:
     """Describe the placement of parameters on the mesh that is set: a line for all of one shape and spec.
 
     Parameters that a mesh axis would split if it divided them are named. The bytes of gradients are those of stage
-    `leg`, or of the first stage.
+    `stage`, or of the first stage.
     """
     state = abstract_state(cfg)
     sizes = jax.sharding.get_abstract_mesh().shape
@@ -131,7 +131,7 @@ def describe_placement(cfg: Config, leg: ResolvedStage | None = None) -> list[st
         rows.append((" x ".join(map(str, shape)), placed, count, " ".join(dict.fromkeys(names))))
     lines = columns(rows)
     lines += [f"not fully split: {' '.join(dict.fromkeys(names))} ({why})" for why, names in whole.items()]
-    trained, _ = split_trained((leg or cfg.legs[0]).cfg, state.params)
+    trained, _ = split_trained((stage or cfg.resolved_stages[0]).cfg, state.params)
     held = (("parameters", state.params), ("gradients", trained), ("optimizer", state.opt_state))
     return [*lines, "bytes per device: " + ", ".join(f"{name} {_bytes(tree):,}" for name, tree in held)]
 

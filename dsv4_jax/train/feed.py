@@ -62,21 +62,21 @@ def read_data(cfg: Config) -> list[Data]:
     Raises:
         ConfigError: if one cannot be used, or there is nothing to train or to evaluate on.
     """
-    legs = cfg.legs
-    paths = list(dict.fromkeys(path for leg in legs for path in leg.cfg.data.paths))
+    stages = cfg.resolved_stages
+    paths = list(dict.fromkeys(path for stage in stages for path in stage.cfg.data.paths))
     everything = dataclasses.replace(cfg.data, path="", mixture=dict.fromkeys(paths, 1.0))
-    budget = row_budget(legs[0].cfg)
+    budget = row_budget(stages[0].cfg)
     sources, other, tokenizer = open_sources(everything, cfg.model.vocab_size, cfg.model if budget else None)
     opened, seen, plans = dict(zip(paths, sources, strict=True)), dict.fromkeys(paths, 0.0), []
     fingerprints = {path: fingerprint(source) for path, source in opened.items()}
-    for leg in legs:
-        plan, seen = _plan(leg, opened, fingerprints, other, tokenizer, seen)
+    for stage in stages:
+        plan, seen = _plan(stage, opened, fingerprints, other, tokenizer, seen)
         plans.append(plan)
     return plans
 
 
 def _plan(
-    leg: ResolvedStage,
+    stage: ResolvedStage,
     opened: dict[str, Source],
     fingerprints: dict[str, str],
     other: Source | None,
@@ -84,7 +84,7 @@ def _plan(
     seen: dict[str, float],
 ) -> tuple[Data, dict[str, float]]:
     """Plan a stage that begins after the epochs `seen` of every path; return the epochs seen after it too."""
-    cfg = leg.cfg
+    cfg = stage.cfg
     data, S, weights = cfg.data, cfg.data.seq_len, cfg.data.paths
     budget, sources = row_budget(cfg), [opened[path] for path in weights]
     # The documents to train on and those held out: of the same sources, or of a source of their own.
@@ -104,8 +104,8 @@ def _plan(
     # The tokens of the stage are shared among the sources by weight; what it reads of one, in epochs of it.
     after = dict(seen)
     for p, (path, weight) in zip(training, weights.items(), strict=True):
-        after[path] += leg.planned * weight / sum(weights.values()) / (p.tokens - len(p.documents))
-    endless = leg.last == cfg.train.steps
+        after[path] += stage.planned * weight / sum(weights.values()) / (p.tokens - len(p.documents))
+    endless = stage.last == cfg.train.steps
     epochs = [(seen[path], math.inf if endless else after[path]) for path in weights]
     # The identity: a resume with another one would repeat or leave out documents (`check_same_data`).
     seed = cfg.train.seed
@@ -114,7 +114,7 @@ def _plan(
     planned: list[Any] = [S, list(weights.values())]
     if budget:
         planned += [vision_settings(cfg.model), budget[1:]]
-    if leg.number or not endless:
+    if stage.number or not endless:
         planned.append([(begin, 0 if endless else end) for begin, end in epochs])
     skipped = sum(source.skipped for source in [*sources, *filter(None, [other])])
 
@@ -181,14 +181,14 @@ def check_same_data(cfg: Config, data: list[Data], step: int, host: dict[str, An
     Raises:
         ConfigError: with the keys of `data` that have changed.
     """
-    progress, leg = History.from_host(host).progress, cfg.leg(step)
-    identity, stage = progress.identity, progress.stage
+    progress, stage = History.from_host(host).progress, cfg.stage_at(step)
+    identity, number = progress.identity, progress.stage
     if not identity or cfg.train.new_data:
         return
-    if stage == leg.number and identity == data[stage].identity:
+    if number == stage.number and identity == data[number].identity:
         return
-    enters = stage < len(data) and leg.number == stage + 1 and step == leg.first
-    if enters and identity.partition("-")[0] == data[stage].identity.partition("-")[0]:
+    enters = number < len(data) and stage.number == number + 1 and step == stage.first
+    if enters and identity.partition("-")[0] == data[number].identity.partition("-")[0]:
         return
     before, now = host["config"]["data"], json.loads(json.dumps(dataclasses.asdict(cfg.data)))
     changed = [

@@ -122,7 +122,7 @@ def steps_done(step: int, host: dict[str, Any]) -> tuple[tuple[int, int], ...]:
     if clock := History.from_host(host).progress.clock:
         return tuple((steps, tokens) for steps, tokens in clock)
     with deferred_rules():
-        return config_from_json(host["config"]).legs[0].clock.until(step)
+        return config_from_json(host["config"]).resolved_stages[0].clock.until(step)
 
 
 def _known(part: type[Any], values: dict[str, Any]) -> Any:

@@ -83,7 +83,7 @@ def optimizer(cfg: Config, params: Any, clock: Clock | None = None) -> optax.Gra
         params: the parameters that are trained, or their shapes, an `nnx.State`.
         clock: token counts of the run's steps, for the learning rate; those of `cfg` if absent.
     """
-    optim, rate = cfg.optim, schedule(cfg.optim, cfg.steps, clock or cfg.legs[0].clock)
+    optim, rate = cfg.optim, schedule(cfg.optim, cfg.steps, clock or cfg.resolved_stages[0].clock)
     # Without clipping the state has the same structure, so that a stage or a resumed run may switch it.
     clip = optax.clip_by_global_norm(optim.clip) if optim.clip else optax.identity()
     if optim.make:

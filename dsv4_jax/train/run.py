@@ -102,11 +102,11 @@ def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
     start_devices(cfg.train.cpu_devices, cfg.train.distributed, cfg.train.deterministic)
     use_compile_cache(cfg.train.compile_cache)
     with checkpoints:
-        stage = cfg.leg(origin[0] if origin else 0)
+        stage = cfg.stage_at(origin[0] if origin else 0)
         use_mesh(*dataclasses.astuple(stage.cfg.mesh))
         if jax.process_index():  # the first process prints and writes for all
             console = Console(quiet=True)
-        for part in cfg.legs:
+        for part in cfg.resolved_stages:
             split_trained(part.cfg, nnx.state(abstract_model(part.cfg), nnx.Param))  # each trains something
         trace_functions(cfg)
         lock.take_first()  # makes the folder, which a wrong configuration does not
@@ -170,7 +170,7 @@ def _print_changes(trainer: Trainer, state: TrainState, before: dict[str, Any]) 
 def train(trainer: Trainer, state: TrainState) -> TrainState:
     """Run the stages up to `cfg.steps`, with rollbacks."""
     cfg, step = trainer.cfg, int(state.step)
-    trainer.checkpoints.before = decay_start(cfg.optim, cfg.steps, cfg.legs[0].clock)
+    trainer.checkpoints.before = decay_start(cfg.optim, cfg.steps, cfg.resolved_stages[0].clock)
     own_dir = Path(cfg.train.run_dir) if jax.process_index() == 0 else None
     loggers = make_loggers(cfg, own_dir, step) if own_dir else []
     with (
@@ -184,7 +184,7 @@ def train(trainer: Trainer, state: TrainState) -> TrainState:
             trainer.save(state)  # so that there is something to go back to
         while step < trainer.cfg.steps or trainer.history.progress.evaluation_due:
             # An evaluation that is still due belongs to the stage of the last step, which may be over.
-            stage = trainer.cfg.leg(step - trainer.history.progress.evaluation_due)
+            stage = trainer.cfg.stage_at(step - trainer.history.progress.evaluation_due)
             spiked = 0
             try:
                 state = run_stage(trainer, outputs, stage, state)
@@ -220,8 +220,8 @@ def run_stage(trainer: Trainer, outputs: Outputs, stage: ResolvedStage, state: T
         if progress.identity and progress.stage == stage.number:
             trainer.warn("this is other data than at the checkpoint: it starts at its beginning (train.new_data)")
         if trainer.cfg.stages:
-            keys = [f"{key} = {value!r}" for key, value in stage.stage.changes.items()]
-            text = ", ".join([f"{stage.stage.name} up to step {stage.last}", *keys])
+            keys = [f"{key} = {value!r}" for key, value in stage.declared.changes.items()]
+            text = ", ".join([f"{stage.declared.name} up to step {stage.last}", *keys])
             trainer.record(int(state.step), "stage", text)
         history.enter(stage, data.identity)
         trainer.routes.clear()
@@ -245,7 +245,7 @@ def roll_back(trainer: Trainer, step: int) -> TrainState:
     Raises:
         RunError: after `spikes.limit` rollbacks at this spike, or if there is no checkpoint to go back to.
     """
-    cfg, now = trainer.cfg.leg(step - 1).cfg, trainer.history
+    cfg, now = trainer.cfg.stage_at(step - 1).cfg, trainer.history
     now.recovery.tries = now.recovery.tries + 1 if step <= now.recovery.furthest else 1
     if now.recovery.tries > cfg.spikes.limit:
         raise RunError(
@@ -289,7 +289,7 @@ def _report(trainer: Trainer, state: TrainState, data: Data) -> None:
     """Print the held-out loss, beside what it should be compared with, and a sample."""
     cfg, console, held_out, evaluation = trainer.cfg, trainer.console, trainer.held_out, trainer.evaluation
     per = f"nats per {data.unit}"
-    rows = counted_rows(cfg.leg(cfg.steps - 1).cfg.data.batch_size, jax.process_index())
+    rows = counted_rows(cfg.stage_at(cfg.steps - 1).cfg.data.batch_size, jax.process_index())
     unigram, loss = unigram_entropy(evaluation, rows, cfg.model.vocab_size), held_out["eval/loss"]
     console.print(f"held-out loss     {loss:.3f} {per} ({loss / math.log(2):.3f} bits)")
     if "eval/loss_image" in held_out:

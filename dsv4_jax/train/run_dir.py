@@ -43,11 +43,12 @@ def rate_change(before: dict[str, Any], cfg: Config, step: int, skipped: int) ->
     """
     with deferred_rules():
         old_leg, new_leg = (
-            part.after(cfg.legs[0].clock.until(step)).leg(step) for part in (config_from_json(before), cfg)
+            part.after(cfg.resolved_stages[0].clock.until(step)).stage_at(step)
+            for part in (config_from_json(before), cfg)
         )
 
-    def rate(leg: ResolvedStage, done: int) -> Any:
-        return schedule(leg.cfg.optim, leg.cfg.steps, leg.clock)(done)
+    def rate(stage: ResolvedStage, done: int) -> Any:
+        return schedule(stage.cfg.optim, stage.cfg.steps, stage.clock)(done)
 
     done = step - skipped
     # A schedule that is counted from the run's end is not defined after it: there its last step counts.

@@ -58,6 +58,6 @@ def init_state(cfg: Config) -> TrainState:
     The optimizer's state has the moments of every parameter that some stage of the run trains.
     """
     _, params, buffers = nnx.split(DeepSeek(cfg.model, rngs=nnx.Rngs(cfg.train.seed)), nnx.Param, ...)
-    trained = nnx.merge_state(*(split_trained(leg.cfg, params)[0] for leg in cfg.legs))
+    trained = nnx.merge_state(*(split_trained(stage.cfg, params)[0] for stage in cfg.resolved_stages))
     zero = jnp.zeros((), jnp.int32)
     return TrainState(params, buffers, optimizer(cfg, trained).init(trained), zero, zero)

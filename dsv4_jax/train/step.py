@@ -79,7 +79,7 @@ def make_train_step(
         cfg: configuration of the run or of one of its stages.
         clock: token counts of the steps of the whole run, if it has stages.
     """
-    clock = clock or cfg.legs[0].clock
+    clock = clock or cfg.resolved_stages[0].clock
     model, objective = abstract_model(cfg), objective_of(cfg)
     shapes, _ = split_trained(cfg, nnx.state(model, nnx.Param))
     tx, loss, groups = optimizer(cfg, shapes, clock), make_loss(cfg, objective), parameter_groups(cfg, shapes)

@@ -85,7 +85,7 @@ class Trainer:
         with self.timing.during("save"):
             if not self._all_finite(state):
                 raise RunError(f"the state at step {step} is not finite; it is not saved")
-            self.history.progress.clock = list(self.cfg.legs[0].clock.until(step))
+            self.history.progress.clock = list(self.cfg.resolved_stages[0].clock.until(step))
             routes, self.history.routes = self.routes.to_state()
             host = dataclasses.asdict(self.history) | {"config": resolved(self.cfg)}
             self.checkpoints.save(step, dataclasses.replace(state, routes=routes), host)
@@ -114,7 +114,7 @@ class Trainer:
 
         def abstract(step: int, host: dict[str, Any]) -> TrainState:
             # The state is read onto the mesh of its stage.
-            use_mesh(*dataclasses.astuple(self.cfg.after(steps_done(step, host)).leg(step).cfg.mesh))
+            use_mesh(*dataclasses.astuple(self.cfg.after(steps_done(step, host)).stage_at(step).cfg.mesh))
             routes = abstract_routes(self.cfg.model, History.from_host(host).routes)
             return dataclasses.replace(abstract_state(self.cfg), routes=routes)
 
@@ -130,9 +130,9 @@ class Trainer:
         step, state, host = found
 
         # Steps that are done keep their tokens, so the stages may end at other steps than this command's keys give.
-        planned = [stage.planned for stage in self.cfg.legs]
+        planned = [stage.planned for stage in self.cfg.resolved_stages]
         self.cfg = self.cfg.after(steps_done(step, host))
-        if planned != [stage.planned for stage in self.cfg.legs]:
+        if planned != [stage.planned for stage in self.cfg.resolved_stages]:
             self.data = read_data(self.cfg)
         check_same_data(self.cfg, self.data, step, host, source)  # the newest, already checked, may be damaged
 
