@@ -121,5 +121,5 @@ def test_an_evaluation_due_at_the_end_of_a_stage_belongs_to_it(corpus, tmp_path,
         train(runs["stopped"])
     train(runs["stopped"])
     lines = [timeless(metrics(tmp_path / name)) for name in runs]
-    assert lines[0] == lines[1] and "eval_loss" in lines[0][3]
+    assert lines[0] == lines[1] and "eval/loss" in lines[0][3]
     assert (tmp_path / "straight" / "events.jsonl").read_text() == (tmp_path / "stopped" / "events.jsonl").read_text()
