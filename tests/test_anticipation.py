@@ -21,7 +21,7 @@ from dsv4_jax.train import loop
 from dsv4_jax.train import programs as programs_module
 from dsv4_jax.train.anticipation import learned_layers, make_route, route_shape, route_type
 from dsv4_jax.train.checkpoint import load_model
-from dsv4_jax.train.objectives.pretrain import losses
+from dsv4_jax.train.objectives.pretrain import compute_losses
 from dsv4_jax.train.state import abstract_state, init_state
 from dsv4_jax.train.timing import Timing
 
@@ -101,13 +101,13 @@ def test_forced_experts_are_counted_and_hashed_layers_are_left_alone(programs):
     state, batch = programs.start, put(batch_of(0))
     forced = jnp.zeros(route_shape(ROUTED, batch), jnp.uint8).at[..., 1].set(5)
     model = nnx.merge(nnx.graphdef(ds.DeepSeek(ROUTED, rngs=nnx.Rngs(0))), state.params, state.buffers)
-    found = jax.jit(losses)(model, batch | {"experts": forced})
+    found = jax.jit(compute_losses)(model, batch | {"experts": forced})
     load = np.asarray(found[1])
     real = (batch_of(0)["segment_ids"] > 0).sum()
     want = np.zeros((2, 8))
     want[:, [0, 5]] = real
     np.testing.assert_array_equal(load[1:], want)
-    np.testing.assert_array_equal(load[0], jax.jit(losses)(model, batch)[1][0])
+    np.testing.assert_array_equal(load[0], jax.jit(compute_losses)(model, batch)[1][0])
     after, _ = programs.step(state, batch | {"experts": forced})
     biases = [v.get_value() for path, v in nnx.to_flat_state(after.buffers) if path[-1] == "bias"]
     for bias in np.concatenate([np.atleast_2d(b) for b in biases]):

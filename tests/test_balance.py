@@ -14,9 +14,9 @@ from dsv4_jax.config import Config, LossConfig, TrainConfig
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import RouterBias
 from dsv4_jax.train.objectives import objective_of
-from dsv4_jax.train.objectives.pretrain import denominators, losses
+from dsv4_jax.train.objectives.pretrain import compute_losses, count_targets
 from dsv4_jax.train.step import update_biases
-from dsv4_jax.train.step_metrics import balance_metrics, layer_names
+from dsv4_jax.train.step_metrics import measure_balance, name_layers
 
 E, k = 4, 2
 MODEL = small_config(n_layers=3, compress_ratios=(0, 0, 0, 0), n_hash_layers=1)
@@ -63,7 +63,7 @@ NAMES = ["0", "1", "2", "mtp"]
 def test_every_layer_tells_its_fullest_expert():
     """A hashed layer, two learned ones, the MTP block; the worst of them is `moe/load_max`."""
     load = jnp.array([[1, 1, 1, 1], [3, 1, 0, 0], [0, 2, 2, 0], [8, 0, 0, 0]], jnp.float32)
-    found = balance_metrics(load, buffers_of(MODEL), NAMES)
+    found = measure_balance(load, buffers_of(MODEL), NAMES)
     want = {"moe/load_max/0": 1, "moe/load_max/1": 3, "moe/load_max/2": 2, "moe/load_max/mtp": 4, "moe/load_max": 4}
     assert {name: float(x) for name, x in found.items() if name in want} == want
     assert sum(name.startswith("moe/load_max/") for name in found) == 4
@@ -71,9 +71,9 @@ def test_every_layer_tells_its_fullest_expert():
 
 def test_images_have_loads_of_their_own():
     load = jnp.array([[[1, 1, 1, 1], [4, 0, 0, 0]]] * 4, jnp.float32)
-    found = balance_metrics(load, buffers_of(MODEL), NAMES)
+    found = measure_balance(load, buffers_of(MODEL), NAMES)
     assert found["moe/load_max/mtp"] == 2.5 and found["moe/load_max/mtp_image"] == 4 == found["moe/load_max_image"]
-    found = balance_metrics(load.at[:, 1].set(0), buffers_of(MODEL), NAMES)
+    found = measure_balance(load.at[:, 1].set(0), buffers_of(MODEL), NAMES)
     assert found["moe/load_max/2"] == 1 and np.isnan(found["moe/load_max/2_image"])
 
 
@@ -92,7 +92,7 @@ def test_names_of_the_layers_that_have_loads():
         (drafts, "draft", ["mtp.0", "mtp.1"]),
     ):
         model, train = dataclasses.replace(MODEL, **changes), TrainConfig(steps=200, objective=objective)
-        assert layer_names(model, objective_of(Config(model=model, loss=none, train=train)).layers) == names
+        assert name_layers(model, objective_of(Config(model=model, loss=none, train=train)).layers) == names
 
 
 def test_one_bias_moves_by_the_load_of_both():
@@ -111,6 +111,9 @@ def test_the_clamped_share_is_of_all_activations_of_real_tokens(limit: float, sh
     """All of them are beyond a limit near 0, the MTP block's too; the parts of a batch add up to the whole."""
     batch, _ = packed()
     model = ruled_model(dataclasses.replace(ONE, swiglu_limit=limit))
-    run, count = jax.jit(lambda model, batch: losses(model, batch, count)[0]["moe/clamped"]), denominators(batch)
+    run, count = (
+        jax.jit(lambda model, batch: compute_losses(model, batch, count)[0]["moe/clamped"]),
+        count_targets(batch),
+    )
     parts = [float(run(model, {name: x[i : i + 1] for name, x in batch.items()})) for i in range(2)]
     np.testing.assert_allclose(parts, share * np.array([12, 16]) / 28, rtol=1e-6)

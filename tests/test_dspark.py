@@ -25,7 +25,7 @@ from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.train import programs
 from dsv4_jax.train.checkpoint import load_model
-from dsv4_jax.train.objectives.draft import choose_anchors, draft_losses, slot_targets, weights
+from dsv4_jax.train.objectives.draft import choose_anchors, compute_draft_losses, find_slot_targets, weigh_slots
 from dsv4_jax.train.run import run
 from dsv4_jax.train.state import init_state
 from dsv4_jax.train.step import make_train_step
@@ -73,11 +73,11 @@ def test_anchors_are_positions_with_a_target():
 
 
 def test_slots_stop_at_the_first_place_without_a_target():
-    found = np.asarray(slot_targets(put(TARGETS), put(np.array([[3, 4, -1], [0, 14, 13]])), n))
+    found = np.asarray(find_slot_targets(put(TARGETS), put(np.array([[3, 4, -1], [0, 14, 13]])), n))
     want = [[[*TARGETS[0, 3:5], -1], [TARGETS[0, 4], -1, -1], [-1] * 3]]
     want += [[TARGETS[1, :3], [TARGETS[1, 14], -1, -1], [*TARGETS[1, 13:15], -1]]]
     np.testing.assert_array_equal(found, np.array(want))
-    np.testing.assert_allclose(weights(jnp.asarray(found), 2.0)[1, 0], np.exp([0, -0.5, -1.0]), rtol=1e-6)
+    np.testing.assert_allclose(weigh_slots(jnp.asarray(found), 2.0)[1, 0], np.exp([0, -0.5, -1.0]), rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def losses():
         inputs = Inputs(put(IDS), put(SEGMENTS))
 
         def total(params):
-            found, _ = draft_losses(nnx.merge(graph, params, rest), inputs, put(TARGETS), position, 2.0)
+            found, _ = compute_draft_losses(nnx.merge(graph, params, rest), inputs, put(TARGETS), position, 2.0)
             return sum(found[f"draft_{name}"] for name in ("ce", "distance", "confidence")), found
 
         return jax.value_and_grad(total, has_aux=True)(params)

@@ -17,7 +17,7 @@ from dsv4_jax.config import Config, DataConfig, LossConfig, MeshConfig, OptimCon
 from dsv4_jax.data.batch import abstract_batch, batch_spec
 from dsv4_jax.mesh import BATCH, make_mesh
 from dsv4_jax.plan import collectives
-from dsv4_jax.train.objectives.pretrain import losses
+from dsv4_jax.train.objectives.pretrain import compute_losses
 from dsv4_jax.train.state import abstract_state, init_state
 from dsv4_jax.train.step import make_train_step
 
@@ -97,7 +97,7 @@ def on_mesh(mesh, model=MODEL, change=lambda name, x: x, run=None):
         batch = {n: jax.device_put(x, NamedSharding(mesh, batch_spec(n, x.ndim))) for n, x in batch.items()}
 
         def objective(params):
-            found, load = losses(nnx.merge(graphdef, params, buffers), batch)
+            found, load = compute_losses(nnx.merge(graphdef, params, buffers), batch)
             return sum(weight * found.get(name, 0.0) for name, weight in WEIGHTS.items()), (found, load)
 
         program = jax.jit(jax.grad(objective, has_aux=True)).lower(params).compile()

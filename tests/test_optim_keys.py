@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from runs import small
 
-from dsv4_jax.train.optimizer import optimizer, parameter_groups
+from dsv4_jax.train.optimizer import group_parameters, make_optimizer
 from dsv4_jax.train.state import abstract_model
 
 CFG = small("", "run").replace({"optim.name": "deepseek_v41", "optim.weight_decay": 0.0, "optim.momentum": 0.0})
@@ -22,9 +22,9 @@ def gradients(scale):
 def updates(changes, scale=1.0):
     """The first updates of one leaf that each rule moves, by rule."""
     cfg = CFG.replace(changes)
-    tx, grads = optimizer(cfg, SHAPES), gradients(scale)
+    tx, grads = make_optimizer(cfg, SHAPES), gradients(scale)
     moved = jax.jit(lambda grads: tx.update(grads, tx.init(grads), grads)[0])(grads)
-    groups = jax.tree.leaves(parameter_groups(cfg, SHAPES), is_leaf=lambda x: hasattr(x, "rule"))
+    groups = jax.tree.leaves(group_parameters(cfg, SHAPES), is_leaf=lambda x: hasattr(x, "rule"))
     leaves = jax.tree.leaves(moved)
     return {group.rule: np.asarray(leaf) for group, leaf in zip(groups, leaves, strict=True)}
 
@@ -58,5 +58,5 @@ def test_clipping_is_off_at_0():
     off, on = (updates({**adamw, "optim.clip": clip}, scale=10.0)["adamw"] for clip in (0.0, 1.0))
     norm = np.sqrt(sum((g * g).sum() for g in jax.tree.leaves(gradients(10.0))))
     np.testing.assert_allclose(off, norm * on, rtol=1e-4)
-    states = [optimizer(CFG.replace({"optim.clip": clip}), SHAPES).init(gradients(1.0)) for clip in (0.0, 1.0)]
+    states = [make_optimizer(CFG.replace({"optim.clip": clip}), SHAPES).init(gradients(1.0)) for clip in (0.0, 1.0)]
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])

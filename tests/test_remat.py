@@ -11,7 +11,7 @@ from flax import nnx
 from golden_models import empty_model, small_config
 
 from dsv4_jax.mesh import ensure_mesh
-from dsv4_jax.train.objectives.pretrain import losses
+from dsv4_jax.train.objectives.pretrain import compute_losses
 
 MODEL = small_config(compress_ratios=(4,), n_mtp_layers=0, attention_block=8, hc_mult=2)
 IDS = np.random.default_rng(0).integers(0, 64, (2, 24)).astype(np.int32)
@@ -24,7 +24,7 @@ def gradient(remat):
     rng = np.random.default_rng(0)
     graphdef, params, buffers = nnx.split(empty_model(dataclasses.replace(MODEL, remat=remat)), nnx.Param, ...)
     params = jax.tree.map(lambda x: x + rng.normal(size=x.shape).astype(x.dtype) * 0.2, params)
-    return jax.grad(lambda p: sum(losses(nnx.merge(graphdef, p, buffers), BATCH)[0].values())), params
+    return jax.grad(lambda p: sum(compute_losses(nnx.merge(graphdef, p, buffers), BATCH)[0].values())), params
 
 
 def products(jaxpr, times=1):

@@ -21,7 +21,7 @@ from dsv4_jax.optim.schedules import (
     Stepwise,
     trapezoid,
 )
-from dsv4_jax.train.optimizer import frozen, schedule
+from dsv4_jax.train.optimizer import frozen_pattern, make_schedule
 
 T = 10**12
 
@@ -114,7 +114,7 @@ def test_the_published_runs_as_stages(name, recipe):
     stages = ds.load_config(ROOT / "configs" / f"{name}.py").resolved_stages
     assert stages[-1].last == stages[0].cfg.steps and stages[-1].declared.until == recipe.tokens
     for stage in stages:
-        data, rate = stage.cfg.data, schedule(stage.cfg.optim, stage.cfg.steps, stage.clock)
+        data, rate = stage.cfg.data, make_schedule(stage.cfg.optim, stage.cfg.steps, stage.clock)
         for step in (stage.first, (stage.first + stage.last) // 2, stage.last - 1):
             seen = stage.clock.tokens(step)
             assert (data.batch_size * data.seq_len, data.seq_len) == (recipe.batch(seen), recipe.length(seen))
@@ -134,5 +134,5 @@ def test_the_published_runs_change_where_the_reports_say():
     assert {stage.cfg.loss.mtp for stage in flash if stage.clock.tokens(stage.first) >= decay} == {0.1}
     assert {stage.cfg.loss.mtp for stage in flash if stage.clock.tokens(stage.first) < decay} == {0.3}
     names = ["vision.norm", "vision.layers.0.attn.wq.weight", "aligner.w1.weight", "embed"]
-    held = lambda stage: [name for name in names if re.search(frozen(stage.cfg), name)]
+    held = lambda stage: [name for name in names if re.search(frozen_pattern(stage.cfg), name)]
     assert [held(stage) for stage in v41] == [[names[1]], [], []]

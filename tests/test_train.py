@@ -30,8 +30,8 @@ from dsv4_jax.train import step as step_module
 from dsv4_jax.train.checkpoint import Checkpoints, load_model
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.console import Display
-from dsv4_jax.train.objectives.pretrain import losses
-from dsv4_jax.train.optimizer import schedule
+from dsv4_jax.train.objectives.pretrain import compute_losses
+from dsv4_jax.train.optimizer import make_schedule
 from dsv4_jax.train.state import init_state
 from dsv4_jax.train.step import make_train_step, update_biases
 
@@ -164,7 +164,7 @@ def test_losses_ignore_padding_and_are_means_over_targets(batch, corpus, tmp_pat
     """Content of padding changes nothing; the loss is the mean of -log p over targets."""
     cfg = config(corpus, tmp_path, 8)
     model = ds.DeepSeek(cfg.model, rngs=nnx.Rngs(0))
-    run_losses = jax.jit(losses)
+    run_losses = jax.jit(compute_losses)
     found, load = run_losses(model, put(batch))
     other = dict(batch, ids=np.where(batch["segment_ids"] > 0, batch["ids"], 7))
     again, load_again = run_losses(model, put(other))
@@ -197,7 +197,7 @@ def test_biases_move_against_the_load(corpus, tmp_path):
 def test_the_schedule_fills_the_run():
     """The first step is not wasted on a rate of 0, and the last one has the end rate."""
     cfg = OptimConfig(learning_rate=1.0, end_learning_rate=0.1, warmup_steps=4, decay_steps=10)
-    rate = schedule(cfg, 100, Clock())
+    rate = make_schedule(cfg, 100, Clock())
     np.testing.assert_allclose([rate(t) for t in (0, 3, 89, 94, 99)], [0.25, 1, 1, 0.55, 0.1], rtol=1e-6)
 
 

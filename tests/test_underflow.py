@@ -11,7 +11,7 @@ from golden_models import ruled_model, small_config
 from dsv4_jax.mesh import act_spec
 from dsv4_jax.model.moe import compute_balance_loss
 from dsv4_jax.ops.documents import find_documents
-from dsv4_jax.train.objectives.pretrain import losses
+from dsv4_jax.train.objectives.pretrain import compute_losses
 
 K, E = 2, 4
 LEVELS = [3.0, 0.0, -19.0, -21.0, -40.0, -80.0, -90.0, -200.0, -1e4]
@@ -98,7 +98,7 @@ def test_a_model_whose_router_scores_vanish_has_the_gradients_of_an_even_router(
             return jnp.full_like(x, level) if "'gate'" in jax.tree_util.keystr(path) else x
 
         def total(params):
-            found, _ = losses(nnx.merge(graph, params, rest), batch)
+            found, _ = compute_losses(nnx.merge(graph, params, rest), batch)
             return found["loss"] + found["mtp_loss"] + found["balance_loss"], found
 
         return jax.grad(total, has_aux=True)(jax.tree.map_with_path(fill, params))

@@ -19,7 +19,7 @@ from dsv4_jax.model.counts import parameter_counts
 from dsv4_jax.model.deepseek import trace_structure
 from dsv4_jax.optim.groups import count_matrices, list_groups
 from dsv4_jax.train.objectives import objective_of
-from dsv4_jax.train.optimizer import frozen, parameter_groups, schedule, split_trained
+from dsv4_jax.train.optimizer import frozen_pattern, group_parameters, make_schedule, split_trained
 from dsv4_jax.train.state import abstract_model, abstract_state
 from dsv4_jax.train.step import make_loss
 
@@ -55,7 +55,7 @@ def describe_stages(cfg: Config) -> list[str]:
     for stage in cfg.resolved_stages:
         data, optim, chosen = stage.cfg.data, stage.cfg.optim, set(stage.declared.chosen)
         mark = lambda text, *keys, chosen=chosen: text + "*" * bool(chosen & set(keys))
-        rate = schedule(optim, stage.cfg.steps, stage.clock)
+        rate = make_schedule(optim, stage.cfg.steps, stage.clock)
         rates = [f"{rate(step):.3g}" for step in (stage.first, stage.last - 1)]
         tokens = stage.clock.tokens(stage.first), stage.clock.tokens(stage.last)
         also = [mark(f"{k} = {v!r}", k) for k, v in stage.declared.changes.items() if k not in shown]
@@ -92,7 +92,7 @@ def describe_optimizer(cfg: Config) -> tuple[str, str]:
     """Return a line with the number of parameters that each rule moves, and a table with a line for every parameter."""
     params = nnx.state(abstract_model(cfg), nnx.Param)
     _, left_alone = split_trained(cfg, params)
-    groups = parameter_groups(cfg, params, frozen(cfg) if jax.tree.leaves(left_alone) else None)
+    groups = group_parameters(cfg, params, frozen_pattern(cfg) if jax.tree.leaves(left_alone) else None)
     sizes: collections.Counter[str] = collections.Counter()
     matrices = 0
     for x, group in zip(jax.tree.leaves(params), list_groups(groups), strict=True):

@@ -18,7 +18,7 @@ from dsv4_jax.section import ConfigError
 from dsv4_jax.train.objectives import objective_of
 
 
-def schedule(cfg: OptimConfig, steps: int, clock: Clock) -> optax.Schedule:
+def make_schedule(cfg: OptimConfig, steps: int, clock: Clock) -> optax.Schedule:
     """Return the learning rate as a function of the steps done: linear warm-up, constant, cosine decay.
 
     The decay takes the last `decay_steps` of `steps` or, with `decay_tokens`, runs between two token counts of `clock`.
@@ -35,7 +35,7 @@ def decay_start(cfg: OptimConfig, steps: int, clock: Clock) -> int:
     return clock.steps(cfg.decay_tokens[0]) if cfg.decay_tokens else steps - cfg.decay_steps
 
 
-def frozen(cfg: Config) -> str | None:
+def frozen_pattern(cfg: Config) -> str | None:
     """Return the pattern of the parameters that the objective or `train.frozen` leaves alone."""
     patterns = [cfg.train.frozen, *objective_of(cfg).frozen]
     return "|".join(f"(?:{pattern})" for pattern in patterns if pattern) or None
@@ -48,7 +48,7 @@ def split_trained(cfg: Config, params: nnx.State) -> tuple[nnx.State, nnx.State]
         ConfigError: if `train.frozen` matches no parameter, or nothing is left to train.
     """
     flat = [(".".join(map(str, path)), path, v) for path, v in nnx.to_flat_state(params)]
-    own, pattern = cfg.train.frozen, frozen(cfg)
+    own, pattern = cfg.train.frozen, frozen_pattern(cfg)
     if own and not any(re.search(own, name) for name, _, _ in flat):
         raise ConfigError(f"train.frozen = {own!r} matches no parameter, such as {flat[0][0]}")
     stays = [pattern is not None and re.search(pattern, name) is not None for name, _, _ in flat]
@@ -60,7 +60,7 @@ def split_trained(cfg: Config, params: nnx.State) -> tuple[nnx.State, nnx.State]
     return part(False), part(True)
 
 
-def parameter_groups(cfg: Config, params: Any, frozen: str | None = None) -> Any:
+def group_parameters(cfg: Config, params: Any, frozen: str | None = None) -> Any:
     """Return the `optim.Group` of every parameter; with `optim.make` all but frozen ones have the rule "custom"."""
     optim = cfg.optim
     if optim.make:
@@ -75,7 +75,7 @@ def parameter_groups(cfg: Config, params: Any, frozen: str | None = None) -> Any
     return tables[optim.name](params, frozen=frozen, weight_decay=optim.weight_decay)
 
 
-def optimizer(cfg: Config, params: Any, clock: Clock | None = None) -> optax.GradientTransformation:
+def make_optimizer(cfg: Config, params: Any, clock: Clock | None = None) -> optax.GradientTransformation:
     """Make the optimizer: clip the gradient's global norm, then apply the configured rule of every parameter.
 
     Args:
@@ -83,14 +83,14 @@ def optimizer(cfg: Config, params: Any, clock: Clock | None = None) -> optax.Gra
         params: the parameters that are trained, or their shapes, an `nnx.State`.
         clock: token counts of the run's steps, for the learning rate; those of `cfg` if absent.
     """
-    optim, rate = cfg.optim, schedule(cfg.optim, cfg.steps, clock or cfg.resolved_stages[0].clock)
+    optim, rate = cfg.optim, make_schedule(cfg.optim, cfg.steps, clock or cfg.resolved_stages[0].clock)
     # Without clipping the state has the same structure, so that a stage or a resumed run may switch it.
     clip = optax.clip_by_global_norm(optim.clip) if optim.clip else optax.identity()
     if optim.make:
         return optax.chain(clip, _custom(optim.make, rate, params))
     rules = grouped(
         rate,
-        parameter_groups(cfg, params),
+        group_parameters(cfg, params),
         momentum=optim.momentum,
         momentum_dtype=optim.momentum_dtype,
         coefficients=optim.coefficients,

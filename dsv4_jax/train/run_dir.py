@@ -18,7 +18,7 @@ from dsv4_jax.config.files import config_from_json, read_config, with_new_names
 from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.model.compute import COMPUTE_KEYS
 from dsv4_jax.section import ConfigError, RunError, deferred_rules
-from dsv4_jax.train.optimizer import schedule
+from dsv4_jax.train.optimizer import make_schedule
 
 
 def resolved(cfg: Config) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def rate_change(before: dict[str, Any], cfg: Config, step: int, skipped: int) ->
         )
 
     def rate(stage: ResolvedStage, done: int) -> Any:
-        return schedule(stage.cfg.optim, stage.cfg.steps, stage.clock)(done)
+        return make_schedule(stage.cfg.optim, stage.cfg.steps, stage.clock)(done)
 
     done = step - skipped
     # A schedule that is counted from the run's end is not defined after it: there its last step counts.

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from dsv4_jax.config import Config
 from dsv4_jax.mesh import current_mesh
 from dsv4_jax.model.deepseek import DeepSeek, trace_structure
-from dsv4_jax.train.optimizer import optimizer, split_trained
+from dsv4_jax.train.optimizer import make_optimizer, split_trained
 
 
 @jax.tree_util.register_dataclass
@@ -60,4 +60,4 @@ def init_state(cfg: Config) -> TrainState:
     _, params, buffers = nnx.split(DeepSeek(cfg.model, rngs=nnx.Rngs(cfg.train.seed)), nnx.Param, ...)
     trained = nnx.merge_state(*(split_trained(stage.cfg, params)[0] for stage in cfg.resolved_stages))
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(params, buffers, optimizer(cfg, trained).init(trained), zero, zero)
+    return TrainState(params, buffers, make_optimizer(cfg, trained).init(trained), zero, zero)

@@ -18,9 +18,15 @@ from dsv4_jax.section import ConfigError
 from dsv4_jax.train.custom import custom_metrics
 from dsv4_jax.train.metric_names import OF_THE_LOOP
 from dsv4_jax.train.objectives import Objective, objective_of
-from dsv4_jax.train.optimizer import optimizer, parameter_groups, part_of, schedule, split_trained, with_part
+from dsv4_jax.train.optimizer import group_parameters, make_optimizer, make_schedule, part_of, split_trained, with_part
 from dsv4_jax.train.state import TrainState, abstract_model
-from dsv4_jax.train.step_metrics import balance_metrics, gradient_norms, layer_names, loss_metrics, update_ratios
+from dsv4_jax.train.step_metrics import (
+    compute_gradient_norms,
+    compute_update_ratios,
+    loss_metrics,
+    measure_balance,
+    name_layers,
+)
 
 Metrics = dict[str, Any]
 
@@ -82,9 +88,9 @@ def make_train_step(
     clock = clock or cfg.resolved_stages[0].clock
     model, objective = abstract_model(cfg), objective_of(cfg)
     shapes, _ = split_trained(cfg, nnx.state(model, nnx.Param))
-    tx, loss, groups = optimizer(cfg, shapes, clock), make_loss(cfg, objective), parameter_groups(cfg, shapes)
+    tx, loss, groups = make_optimizer(cfg, shapes, clock), make_loss(cfg, objective), group_parameters(cfg, shapes)
     moments = jax.eval_shape(tx.init, shapes)
-    rate, custom = schedule(cfg.optim, cfg.steps, clock), custom_metrics(cfg)
+    rate, custom = make_schedule(cfg.optim, cfg.steps, clock), custom_metrics(cfg)
 
     def gradient(trained: nnx.State, others: nnx.State, buffers: nnx.State, batch: Batch):
         """Weighted sum, losses, loads and gradient of a prepared batch, added up over its parts."""
@@ -114,7 +120,7 @@ def make_train_step(
         if objective.balances:
             buffers = update_biases(model, buffers, load_LE, cfg.routing.bias_speed, objective.layers.start)
         # Whether the step counts.
-        norms = gradient_norms(grads)
+        norms = compute_gradient_norms(grads)
         norm = jnp.sqrt(sum((n * n).sum() for n in norms.values()))
         finite = jnp.isfinite(total) & jnp.isfinite(norm)
         # A step that is not finite is skipped whole: parameters, moments, the schedule's count and biases stay.
@@ -122,8 +128,8 @@ def make_train_step(
         before = (state.params, state.buffers, state.opt_state)
         params, buffers, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
         after = TrainState(params, buffers, opt_state, state.step + 1, state.skipped + ~finite)
-        metrics = loss_metrics(found) | balance_metrics(load_LE, buffers, layer_names(cfg.model, objective.layers))
-        metrics |= update_ratios(groups, updates, trained)
+        metrics = loss_metrics(found) | measure_balance(load_LE, buffers, name_layers(cfg.model, objective.layers))
+        metrics |= compute_update_ratios(groups, updates, trained)
         metrics |= custom(trained, grads, updates, batch)
         metrics |= {
             "train/objective": total,

@@ -14,7 +14,7 @@ from dsv4_jax.model.params import RouterBias
 from dsv4_jax.optim.groups import list_groups
 
 
-def gradient_norms(grads: nnx.State) -> dict[str, jax.Array]:
+def compute_gradient_norms(grads: nnx.State) -> dict[str, jax.Array]:
     """Return the norm of every gradient by the parameter's path, fp32; [layers] for stacked parameters."""
     norms = {}
     for path, variable in nnx.to_flat_state(grads):
@@ -24,7 +24,7 @@ def gradient_norms(grads: nnx.State) -> dict[str, jax.Array]:
     return norms
 
 
-def balance_metrics(load_LE: jax.Array, buffers: nnx.State, names: Sequence[str]) -> dict[str, jax.Array]:
+def measure_balance(load_LE: jax.Array, buffers: nnx.State, names: Sequence[str]) -> dict[str, jax.Array]:
     """Measure how even the experts' loads are, and how far the router biases have moved.
 
     - `moe/load_max/NAME`: tokens of the fullest expert over the mean, in layer NAME.
@@ -37,11 +37,11 @@ def balance_metrics(load_LE: jax.Array, buffers: nnx.State, names: Sequence[str]
     are NaN if the batch has none.
     """
     if load_LE.ndim == 3:
-        of_images = balance_metrics(load_LE[:, 1], buffers, names)
+        of_images = measure_balance(load_LE[:, 1], buffers, names)
         del of_images["moe/bias_max"]
         some = load_LE[:, 1].sum() > 0
         of_images = {f"{name}_image": jnp.where(some, value, jnp.nan) for name, value in of_images.items()}
-        return balance_metrics(load_LE.sum(1), buffers, names) | of_images
+        return measure_balance(load_LE.sum(1), buffers, names) | of_images
     total = jnp.maximum(load_LE.sum(-1, keepdims=True), 1)
     entropy = jax.scipy.special.entr(load_LE / total).sum(-1) / max(math.log(load_LE.shape[-1]), 1e-9)
     biases = [v.get_value() for _, v in nnx.to_flat_state(buffers) if isinstance(v, RouterBias)]
@@ -54,13 +54,13 @@ def balance_metrics(load_LE: jax.Array, buffers: nnx.State, names: Sequence[str]
     }
 
 
-def layer_names(cfg: ModelConfig, layers: range) -> list[str]:
+def name_layers(cfg: ModelConfig, layers: range) -> list[str]:
     """Return the names of layers in metrics: numbers, and `mtp` or `mtp.0`, `mtp.1` ... of draft blocks."""
     blocks = ["mtp"] if cfg.n_mtp_layers == 1 else [f"mtp.{i}" for i in range(cfg.n_mtp_layers)]
     return [str(i) if i < cfg.n_layers else blocks[i - cfg.n_layers] for i in layers]
 
 
-def update_ratios(groups: Any, updates: Any, params: Any) -> dict[str, jax.Array]:
+def compute_update_ratios(groups: Any, updates: Any, params: Any) -> dict[str, jax.Array]:
     """Return the norm of the updates over the norm of the weights, of all parameters of a rule, for every rule."""
     norms: dict[str, list[jax.Array]] = {}
     for group, u, p in zip(list_groups(groups), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):

@@ -36,22 +36,22 @@ class Draft:
     def prepare(self, batch: Batch, step: jax.Array) -> Batch:
         """Add `anchors` [B, A], drawn at random."""
         key = jax.random.fold_in(jax.random.key(self.cfg.train.seed), step)
-        return batch | {"anchors": choose_anchors(batch["targets"], key, anchor_count(self.cfg))}
+        return batch | {"anchors": choose_anchors(batch["targets"], key, count_anchors(self.cfg))}
 
     def denominators(self, batch: Batch) -> dict[str, jax.Array]:
         """Sum the weights of all slots that have a target: `drafts`."""
-        total = weights(slot_targets(batch["targets"], batch["anchors"], self.slots), self.decay).sum()
+        total = weigh_slots(find_slot_targets(batch["targets"], batch["anchors"], self.slots), self.decay).sum()
         return {"drafts": jnp.where(total > 0, total, 1.0)}
 
     def losses(
         self, model: DeepSeek, batch: Batch, count: dict[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Compute `draft_losses`, divided by the weights of the whole batch's slots."""
-        found, load_LE = draft_losses(model, Inputs.of(batch), batch["targets"], batch["anchors"], self.decay)
+        """Return `compute_draft_losses`, divided by the weights of the whole batch's slots."""
+        found, load_LE = compute_draft_losses(model, Inputs.of(batch), batch["targets"], batch["anchors"], self.decay)
         return {name: value / count["drafts"] for name, value in found.items()}, load_LE
 
 
-def anchor_count(cfg: Config) -> int:
+def count_anchors(cfg: Config) -> int:
     """Return the number of anchors of a row: `loss.draft_anchors`, but at most one a position.
 
     It is rounded up to a multiple of `mesh.context`, whose devices share the anchors of a row.
@@ -74,7 +74,7 @@ def choose_anchors(targets_BS: jax.Array, key: jax.Array, count: int) -> jax.Arr
     return jax.reshard(found, act_spec(2))
 
 
-def from_anchors(x: jax.Array, position_BA: jax.Array, n: int) -> jax.Array:
+def gather_from_anchors(x: jax.Array, position_BA: jax.Array, n: int) -> jax.Array:
     """Gather the n positions of x [B, S, ...] that start at each anchor: [B, A, n, ...].
 
     Positions outside the row are clamped to its ends.
@@ -90,20 +90,20 @@ def from_anchors(x: jax.Array, position_BA: jax.Array, n: int) -> jax.Array:
     return jax.reshard(found, act_spec(x.ndim + 1))
 
 
-def slot_targets(targets_BS: jax.Array, position_BA: jax.Array, n: int) -> jax.Array:
+def find_slot_targets(targets_BS: jax.Array, position_BA: jax.Array, n: int) -> jax.Array:
     """Return the tokens [B, A, n] that the slots of every anchor predict, -1 from the first missing target on."""
     place_BAn = position_BA[..., None] + jnp.arange(n)
     some = (position_BA[..., None] >= 0) & (place_BAn < targets_BS.shape[1])
-    found = jnp.where(some, from_anchors(targets_BS, position_BA, n), -1)
+    found = jnp.where(some, gather_from_anchors(targets_BS, position_BA, n), -1)
     return jnp.where(jax.lax.cummin(found, axis=2) < 0, -1, found)
 
 
-def weights(slots_BAn: jax.Array, decay: float) -> jax.Array:
+def weigh_slots(slots_BAn: jax.Array, decay: float) -> jax.Array:
     """Return the weight exp(-k / decay) of every slot k, 0 for a slot without a target."""
     return jnp.where(slots_BAn >= 0, jnp.exp(-jnp.arange(slots_BAn.shape[2]) / decay), 0.0)
 
 
-def draft_losses(
+def compute_draft_losses(
     model: DeepSeek, inputs: Inputs, targets_BS: jax.Array, position_BA: jax.Array, decay: float
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Compute the drafter's three losses, weighted sums over slots, and the loads of its experts.
@@ -117,14 +117,15 @@ def draft_losses(
     backbone = frozen(model.hidden(inputs, with_mtp=False, collect=["features"]))
     # The drafts of all anchors, from the backbone's hidden states.
     n = model.cfg.dspark_block_size
-    token_BA, first_BA = (from_anchors(x, position_BA, 1)[..., 0] for x in (inputs.ids, backbone.tables.docs.first_BS))
+    at_anchors = lambda x: gather_from_anchors(x, position_BA, 1)[..., 0]
+    token_BA, first_BA = at_anchors(inputs.ids), at_anchors(backbone.tables.docs.first_BS)
     anchors = Anchors(token_BA, position_BA, first_BA)
-    slots_BAn = slot_targets(targets_BS, position_BA, n)
-    weight_BAn = weights(slots_BAn, decay)
+    slots_BAn = find_slot_targets(targets_BS, position_BA, n)
+    weight_BAn = weigh_slots(slots_BAn, decay)
     made: Drafts = _shared_frozen(model).draft(backbone, anchors)
     # Slot k comes after the true token k places after the anchor, and the backbone predicts from there.
     before_BAn = jnp.concatenate([anchors.token_BA[..., None], jnp.maximum(slots_BAn[..., :-1], 0)], axis=-1)
-    teacher_BAnD = from_anchors(backbone.h, position_BA, n)
+    teacher_BAnD = gather_from_anchors(backbone.h, position_BA, n)
 
     @jax.checkpoint
     def slot(xs: tuple[jax.Array, ...]) -> dict[str, jax.Array]:

@@ -44,14 +44,14 @@ class Pretrain:
         return batch
 
     def denominators(self, batch: Batch) -> dict[str, jax.Array]:
-        """Count the targets, the MTP targets and the real tokens."""
-        return denominators(batch)
+        """Return `count_targets` of the batch."""
+        return count_targets(batch)
 
     def losses(
         self, model: DeepSeek, batch: Batch, count: dict[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], jax.Array]:
-        """Compute `losses`."""
-        return losses(model, batch, count, self.extra)
+        """Return `compute_losses` of the batch."""
+        return compute_losses(model, batch, count, self.extra)
 
 
 def forced_experts(cfg: ModelConfig, batch: Batch) -> list[jax.Array | None] | None:
@@ -65,14 +65,14 @@ def forced_experts(cfg: ModelConfig, batch: Batch) -> list[jax.Array | None] | N
     return [None if spec.hashed else batch["experts"][:, :, next(chosen)] for spec in cfg.layer_specs]
 
 
-def denominators(batch: Batch) -> dict[str, jax.Array]:
+def count_targets(batch: Batch) -> dict[str, jax.Array]:
     """Count what the losses of a batch are divided by: `targets`, `mtp_targets` and `real` tokens, 1 at least."""
     counts = {name: (batch[name] >= 0).sum() for name in ("targets", "mtp_targets")}
     counts["real"] = (batch["segment_ids"] > 0).sum()
     return {name: jnp.maximum(count, 1) for name, count in counts.items()}
 
 
-def losses(
+def compute_losses(
     model: DeepSeek,
     batch: Batch,
     count: dict[str, jax.Array] | None = None,
@@ -80,12 +80,12 @@ def losses(
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Compute every loss of a batch, fp32 scalars by name, and the load of every layer's experts.
 
-    Each loss is a sum over this batch divided by a count. Pass the whole batch's `denominators` as `count` when
+    Each loss is a sum over this batch divided by a count. Pass the whole batch's `count_targets` as `count` when
     accumulating, so that the parts add up. `extra` adds losses by name (`custom.extra_losses`). Beside the losses there
     is `moe/clamped`: the share of the activations of all experts that the SwiGLU clamps. The load is [layers, E] or, of
     text and images, [layers, 2, E] (`Block.load`).
     """
-    cfg, targets, count = model.cfg, batch["targets"], count or denominators(batch)
+    cfg, targets, count = model.cfg, batch["targets"], count or count_targets(batch)
     forced = forced_experts(cfg, batch)
     out = model.hidden(Inputs.of(batch, following=jnp.maximum(targets, 0), forced_experts=forced))
     # The head's logits [B, S, V] are never whole in memory: `cross_entropy` makes them in pieces.
