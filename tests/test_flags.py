@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags against a file and its stages: none is lost in silence, and every shipped configuration takes them."""
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 import dsv4_jax as ds
+from dsv4_jax.config.files import config_from_json
 from dsv4_jax.config.keys import keys
 
 SHIPPED = sorted(str(path) for path in Path("configs").glob("*.py"))
@@ -38,6 +41,8 @@ def test_a_path_and_a_mixture_replace_each_other(path):
 def test_every_shipped_file_can_be_cut_to_20_steps(path, capsys):
     """Warm-up and decay in steps keep their shares of the run; the schedule of stages stays theirs."""
     before, cfg = ds.load_config(path), ds.load_config(path, ["--train.steps", "20"])
+    assert before.replace({"train.steps": 20}) == cfg and capsys.readouterr().err.count("\n") == 2  # one note each
+    cfg = ds.load_config(path, ["--train.steps", "20"])
     assert cfg.steps == 20 and all(
         stage.cfg.train.steps == cfg.resolved_stages[-1].last for stage in cfg.resolved_stages
     )
@@ -48,6 +53,25 @@ def test_every_shipped_file_can_be_cut_to_20_steps(path, capsys):
     for key in ("warmup_steps", "decay_steps"):
         length, was = getattr(cfg.optim, key), getattr(before.optim, key)
         assert length == was * 20 // before.train.steps and f"optim.{key} = {length} instead of {was}" in note
+
+
+def test_replace_cuts_a_schedule_as_a_flag_does(capsys):
+    cfg = ds.load_config("configs/tiny_v41.py")  # 10 + 60 of 120 steps
+    short = cfg.replace({"train.steps": 20})
+    assert (short.optim.warmup_steps, short.optim.decay_steps) == (1, 10)
+    assert "20 instead of 120" in capsys.readouterr().err
+    assert cfg.replace({"train": dataclasses.replace(cfg.train, steps=20)}) == short
+    # What config.json holds is the result; nothing is cut twice.
+    again = config_from_json(json.loads(json.dumps(dataclasses.asdict(short))))
+    assert again == short == short.replace({"train.steps": 20})
+    # What is given with the steps is kept, or refused.
+    cfg.replace({"train.steps": 20, "optim.warmup_steps": 4, "optim.decay_steps": 16})
+    for given in ({"optim.warmup_steps": 12}, {"optim": cfg.optim}):
+        with pytest.raises(ds.ConfigError, match="exceeds train.steps = 20"):
+            cfg.replace({"train.steps": 20, **given})
+    # A run whose stages are taken away gets the steps of its own.
+    staged = ds.load_config("configs/tiny_stages.py")
+    assert staged.replace({"train.steps": 2, "stages": (), "optim.decay_tokens": ()}).steps == 2
 
 
 def test_a_schedule_is_cut_only_where_it_does_not_fit(tmp_path, capsys):
@@ -88,6 +112,13 @@ def test_a_schedule_is_cut_only_where_it_does_not_fit(tmp_path, capsys):
 )
 def test_a_flag_that_a_stage_overrides_is_refused_by_its_name(flags, words):
     assert words in refused("configs/tiny_stages.py", flags)
+
+
+def test_a_flag_that_repeats_the_value_of_a_stage_is_accepted():
+    flags = "--data.seq-len 512 --loss.mtp=0.1 --data.batch-size 2".split()
+    stages = [stage.cfg for stage in ds.load_config("configs/tiny_stages.py", flags).resolved_stages]
+    assert {(cfg.data.seq_len, cfg.data.batch_size, cfg.loss.mtp) for cfg in stages} == {(512, 2, 0.1)}
+    assert "stage 3 (warm-up of the indexer)" in refused("configs/tiny_stages.py", "--model.attention dense")
 
 
 def test_a_run_without_stages_has_none_to_address():

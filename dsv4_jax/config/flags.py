@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import io
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,14 +12,15 @@ import tyro
 
 from dsv4_jax.config.keys import changeable, changed, keys, replaced_by
 from dsv4_jax.config.root import Config, Stage
+from dsv4_jax.config.shorter import fitting_schedule, note
 from dsv4_jax.section import ConfigError, nearest
 
 
 def with_flags(config: Config, flags: Sequence[str]) -> Config:
     """Apply flags to a configuration; no flag is dropped in silence.
 
-    A flag holds for the whole run. One that a stage would override is refused, except the mesh: its flags replace the
-    meshes of all stages. Fewer `train.steps` shorten a warm-up and decay in steps that no longer fit, in proportion.
+    A flag holds for the whole run. One that a stage would override with another value is refused, except the mesh: its
+    flags replace the meshes of all stages. Fewer `train.steps` shorten the schedule (`fitting_schedule`).
 
     Args:
         config: made inside `deferred_rules`.
@@ -37,15 +37,8 @@ def with_flags(config: Config, flags: Sequence[str]) -> Config:
     stages = list(config.stages)
     for number, stage in enumerate(stages):
         stages[number] = _flagged_stage(number, stage, given, of_stages.get(number, {}))
-    given |= _fitting_schedule(changed(config, given), config.train.steps, given)
-    config = dataclasses.replace(changed(config, given), stages=tuple(stages))
-    if config.stages and (steps := given.get("train.steps")):
-        _note(f"train.steps = {steps} ends the run before its stages do; schedules are those of all stages")
-    return config
-
-
-def _note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
+    given |= fitting_schedule(config, given)
+    return dataclasses.replace(changed(config, given), stages=tuple(stages))
 
 
 def _key(flag: str) -> tuple[str, str]:
@@ -139,7 +132,7 @@ def _flagged_stage(number: int, stage: Stage, run: dict[str, Any], own: dict[str
     """Apply the run's flags and its own flags to a stage.
 
     Raises:
-        ConfigError: if the stage changes a key that a flag of the run gives.
+        ConfigError: if the stage changes a key that a flag of the run gives, to another value.
     """
     label, changes = f"stage {number + 1} ({stage.name})", dict(stage.changes)
     meshes = {key: value for key, value in changes.items() if key.startswith("mesh.")}
@@ -147,9 +140,11 @@ def _flagged_stage(number: int, stage: Stage, run: dict[str, Any], own: dict[str
         changes = {key: value for key, value in changes.items() if key not in meshes}
         lost = ", ".join(f"{key} = {value}" for key, value in meshes.items() if key not in own)
         if lost:
-            _note(f"the mesh that the flags give holds for {label} too, instead of its {lost}")
+            note(f"the mesh that the flags give holds for {label} too, instead of its {lost}")
     for key in run:
         for changed_key in {key, replaced_by(key)} & set(changes) - set(own):
+            if changed_key == key and changes[key] == run[key]:
+                continue
             flag = key.replace("_", "-")
             raise ConfigError(
                 f"--{flag} would be lost: {label} sets {changed_key} = {changes[changed_key]!r}; address the stages "
@@ -162,20 +157,3 @@ def _flagged_stage(number: int, stage: Stage, run: dict[str, Any], own: dict[str
     if until != stage.until:
         chosen = tuple(key for key in chosen if key != "until")
     return dataclasses.replace(stage, until=until, changes=changes | own, chosen=chosen)
-
-
-def _fitting_schedule(config: Config, before: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Shorten warm-up and decay, both in steps, in proportion to the run, where flags make it too short for them."""
-    optim, steps = config.optim, given.get("train.steps", 0)
-    lengths = {"optim.warmup_steps": optim.warmup_steps}
-    if not optim.decay_tokens:
-        lengths["optim.decay_steps"] = optim.decay_steps
-    total = sum(lengths.values())
-    if config.stages or not steps or total <= steps:
-        return {}
-    before = max(before, total)
-    shorter = {key: length * steps // before for key, length in lengths.items() if key not in given}
-    if shorter:
-        each = ", ".join(f"{key} = {value} instead of {lengths[key]}" for key, value in shorter.items())
-        _note(f"train.steps = {steps} instead of {before} shortens the schedule in proportion: {each}")
-    return shorter

@@ -20,6 +20,7 @@ from dsv4_jax.config.sections import (
     SpikesConfig,
     TrainConfig,
 )
+from dsv4_jax.config.shorter import fitting_schedule
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.optim.schedules import Clock, Stepwise
 from dsv4_jax.section import ConfigError, Section, check_rules, deferred_rules, nearest
@@ -87,10 +88,12 @@ class Config(Section):
     def replace(self, changes: Mapping[str, Any]) -> "Config":
         """Return a copy with values replaced by key: `cfg.replace({"data.seq_len": 256, "stages": ()})`.
 
+        Fewer `train.steps` shorten a warm-up and a decay in steps that no longer fit, in proportion, as a flag does.
+
         Raises:
             ConfigError: for an unknown key (naming the nearest one), a wrong type or a broken rule.
         """
-        return changed(self, changes)
+        return changed(self, {**changes, **fitting_schedule(self, changes)})
 
     @functools.cached_property
     def resolved_stages(self) -> tuple[ResolvedStage, ...]:
