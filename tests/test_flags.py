@@ -67,7 +67,7 @@ def test_replace_cuts_a_schedule_as_a_flag_does(capsys):
     # What is given with the steps is kept, or refused.
     cfg.replace({"train.steps": 20, "optim.warmup_steps": 4, "optim.decay_steps": 16})
     for given in ({"optim.warmup_steps": 12}, {"optim": cfg.optim}):
-        with pytest.raises(ds.ConfigError, match="exceeds train.steps = 20"):
+        with pytest.raises(ds.ConfigError, match=r"exceeds train\.steps = 20"):
             cfg.replace({"train.steps": 20, **given})
     # A run whose stages are taken away gets the steps of its own.
     staged = ds.load_config("configs/tiny_stages.py")
