@@ -106,7 +106,7 @@ def ensure_mesh() -> contextlib.AbstractContextManager[Any]:
 
 
 def abstract_mesh(data: int, expert: int, context: int) -> contextlib.AbstractContextManager[Any]:
-    """A mesh of devices that need not exist, for shapes and shardings."""
+    """Enter a mesh of devices that need not exist, to compute shapes and shardings."""
     mesh = jax.sharding.AbstractMesh((data, expert, context), AXES, axis_types=(AxisType.Explicit,) * 3)
     return jax.sharding.use_abstract_mesh(mesh)
 
@@ -118,22 +118,22 @@ def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
 
 
 def on_cpu() -> bool:
-    """Whether programs traced now are for CPUs: those of the mesh that is set, else JAX's default devices."""
+    """Return whether programs traced now are for CPUs: those of the mesh that is set, else JAX's default devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (device.platform if device else jax.default_backend()) == "cpu"
 
 
 def emulated() -> bool:
-    """Whether programs traced now are for several CPU devices, where a loop with collectives can hang.
+    """Return whether programs traced now are for more than one emulated CPU device.
 
-    If another collective follows it and does not need it, XLA's runtime for CPU starts that while the loop still
-    runs, at another point of it on every device: then all may wait for each other forever.
+    There a loop that contains collectives can deadlock: XLA's CPU runtime may start a later, independent collective
+    while the loop still runs, at a different iteration on each device.
     """
     return on_cpu() and jax.sharding.get_abstract_mesh().size > 1
 
 
 def param_spec(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.P:
-    """Where a parameter lives: `RULES` applied to its logical axes, each mesh axis once.
+    """Return the spec of a parameter: `RULES` applied to its logical axes, each mesh axis used once.
 
     An axis that its mesh axes do not divide is split over the first of them that do, or replicated.
     """

@@ -44,11 +44,12 @@ class DataConfig(Section):
     tokenizer: str = "bytes"
     """bytes, or the path of a Hugging Face tokenizer.json."""
     border: str = ""
-    """Token between documents, as the tokenizer writes it; with bytes it is 256."""
+    """Document separator (often EOS), as spelled in the tokenizer; the byte tokenizer uses id 256."""
     bin_type: Literal["uint16", "uint32"] = "uint16"
     """Type of the ids in .bin files, which may begin with llm.c's header."""
     on_error: Literal["raise", "skip"] = "raise"
-    """What a bad record does (invalid UTF-8 or JSON, no text): end the run at its start, or be skipped and counted."""
+    """What to do with a bad record (invalid UTF-8 or JSON, no text): raise stops before the first step, skip drops and
+    counts it."""
     prepared: str = "prepared"
     """Folder of the tokens that `python -m dsv4_jax data CONFIG` makes, and of the indexes of large files of ids."""
     seq_len: int = 512
@@ -61,9 +62,10 @@ class DataConfig(Section):
     """Field or column of JSONL and Parquet records with the images that each <image> in the text stands for; read
     if the model has vision. Empty: none."""
     row_patches: int = 0
-    """Patches that the images of a row have at most; 0: those of the largest image, or of a quarter of the row."""
+    """Maximum image patches per row. 0: room for one image of the largest size or for a quarter of the row's positions,
+    whichever is more."""
     row_images: int = 0
-    """Images that a row holds at most; 0: as many small ones as the patches allow."""
+    """Maximum images per row. 0: as many of the smallest images as `row_patches` allows."""
     held_out: float = 0.02
     """Share of the documents, chosen by a hash of their names, that evaluation reads and training does not."""
     held_out_tokens: int = 2**28
@@ -104,14 +106,14 @@ class OptimConfig(Section):
     warmup_steps: int = 20
     """Steps of linear warm-up: step t of these, from 1, has t / warmup_steps of the peak rate."""
     decay_steps: int = 100
-    """Last steps, in which the rate falls along a cosine."""
+    """Length of the final cosine decay, in steps."""
     decay_tokens: tuple[int, ...] = ()
     """Instead of decay_steps, two counts of tokens (rows x data.seq_len of all steps so far) at which the cosine
     begins and ends."""
     engram_factor: float = 5.0
-    """On the learning rate of Engram's tables and matrices (deepseek_v41)."""
+    """Multiplies the learning rate of Engram's tables and matrices (deepseek_v41 only)."""
     vision_factor: float = 0.1
-    """On the learning rate of the vision tower (deepseek_v41)."""
+    """Multiplies the learning rate of the vision tower (deepseek_v41 only)."""
     momentum: float = 0.95
     """Decay of the momentum of Muon and of the Sinkhorn-balanced update."""
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -129,7 +131,8 @@ class OptimConfig(Section):
     sinkhorn_iterations: int = 11
     """Normalisations of rows and columns in turn of the Sinkhorn-balanced update; odd, so that rows come last."""
     tau: float = 1e-3
-    """Rows of a table whose momentum is below this part of the mean do not move (Sinkhorn-balanced update)."""
+    """Sinkhorn-balanced update: rows of a table whose momentum norm is at most `tau` x the mean row norm are not
+    updated."""
     b1: float = 0.9
     """Decay of AdamW's first moment."""
     b2: float = 0.95
