@@ -20,7 +20,7 @@ from rich.console import Console
 from dsv4_jax.config import DataConfig
 from dsv4_jax.data import documents
 from dsv4_jax.data.documents import tokenized
-from dsv4_jax.data.packing import BLOCK, Plan, part
+from dsv4_jax.data.packing import BLOCK, RowPlan, part
 from dsv4_jax.data.pipeline import fill
 from dsv4_jax.data.prepare import write_shards
 from dsv4_jax.data.sources import Flat, open_source
@@ -43,7 +43,7 @@ def planning() -> None:
     for n in (10_000, 100_000, 1_000_000):
         ends = np.arange(1, n + 1) * 500
         source = Flat("", np.zeros(0, np.uint16), ends - 500, ends, np.zeros(n, np.uint32), Bytes.border)
-        plan = Plan([part(source, np.ones(n, bool), 4096)], [1.0], 4096, 0, repeat=True)
+        plan = RowPlan([part(source, np.ones(n, bool), 4096)], [1.0], 4096, 0, repeat=True)
         plan.block(0)  # shuffles the epoch
         costs[n] = seconds(lambda plan=plan: plan.block(1))
         print(
@@ -80,7 +80,7 @@ def filling(folder: Path) -> None:
         write_shards(str(file), data, Bytes(), folder / f"ids{n}", total, said)
         source = open_source(str(folder / f"ids{n}"), data, Bytes())
         parts = [part(source, np.ones(len(source.lengths), bool), S)]
-        rows = Plan(parts, [1.0], S, 0, repeat=True).block(0)[:200]
+        rows = RowPlan(parts, [1.0], S, 0, repeat=True).block(0)[:200]
         costs[n] = seconds(lambda rows=rows, parts=parts: [fill(row, parts, S) for row in rows])
         each, ratio = costs[n] / (len(rows) * S) * 1e6, costs[n] / costs[5_000]
         print(f"fill: documents of {n:,} tokens, {each:.3f} s a million tokens, {ratio:.2f}x")

@@ -17,7 +17,7 @@ import numpy as np
 
 import dsv4_jax as ds
 from dsv4_jax.data.batch import put_batch
-from dsv4_jax.data.packing import START
+from dsv4_jax.data.packing import ORIGIN
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.train.checkpoint import load_model
 from dsv4_jax.train.feed import read_data, streams
@@ -44,7 +44,7 @@ def loads(cfg: ds.Config, name: str, speed: float, two: bool) -> np.ndarray:
         return jnp.stack([report.load for report in model.hidden(Inputs.of(batch)).layers])
 
     model = load_model(cfg)
-    with streams(cfg, read_data(cfg)[0], START) as (stream, evaluation):
+    with streams(cfg, read_data(cfg)[0], ORIGIN) as (stream, evaluation):
         return np.sum([count(model, put_batch(b, stream.own, cfg.data.batch_size)) for b in evaluation], axis=0)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dsv4_jax.config import DataConfig
 from dsv4_jax.data import packing
-from dsv4_jax.data.packing import Plan, Position, best_fit, part, split
+from dsv4_jax.data.packing import Position, RowPlan, best_fit, part, split
 from dsv4_jax.data.pipeline import Stream
 from dsv4_jax.data.sources import Flat, open_source
 from dsv4_jax.data.tokenizer import Bytes
@@ -31,7 +31,7 @@ def whole(s, S):
 
 
 def plan(s, S, seed=0, repeat=True):
-    return Plan([whole(s, S)], [1.0], S, seed, repeat)
+    return RowPlan([whole(s, S)], [1.0], S, seed, repeat)
 
 
 def document(body):
@@ -94,7 +94,7 @@ def test_padding_is_under_one_percent_on_realistic_lengths():
     lengths = np.random.default_rng(0).lognormal(6.4, 1.1, 20000).astype(int) + 1
     other = whole(source([np.zeros(n) for n in lengths]), 4096)
     for some, S in ((embedded, 512), (other, 4096)):
-        rows = Plan([some], [1.0], S, 0, True).block(1)
+        rows = RowPlan([some], [1.0], S, 0, True).block(1)
         assert 1 - sum(piece.length for row in rows for piece in row) / (len(rows) * S) < 0.01
 
 
@@ -138,7 +138,7 @@ def test_a_position_is_all_that_a_resume_needs(small_blocks):
 
 def test_a_mixture_gives_each_source_its_share_of_tokens_and_its_own_epochs():
     few, many = source([[1] * 9] * 20, "few"), source([[2] * (5 + i % 50) for i in range(3000)], "many")
-    mixed = Plan([whole(few, 16), whole(many, 16)], [0.25, 0.75], 16, 0, True)
+    mixed = RowPlan([whole(few, 16), whole(many, 16)], [0.25, 0.75], 16, 0, True)
     pieces = [piece for block in range(3) for piece in mixed._pieces(block)]
     assert len(pieces) == pytest.approx(3 * packing.BLOCK, abs=2)
     tokens = [sum(p.length for p in pieces if p.source == k) for k in (0, 1)]

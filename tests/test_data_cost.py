@@ -20,7 +20,7 @@ from dsv4_jax.data import documents, ids, packing
 from dsv4_jax.data.documents import tokenized
 from dsv4_jax.data.images import Budget
 from dsv4_jax.data.interleaved import Spans
-from dsv4_jax.data.packing import Part, Plan, part
+from dsv4_jax.data.packing import Part, RowPlan, part
 from dsv4_jax.data.prepare import run
 from dsv4_jax.data.sources import Flat, key_of, open_source, prepared_folder
 from dsv4_jax.data.tokenizer import Bytes
@@ -51,7 +51,7 @@ def test_planning_a_block_does_not_read_the_whole_corpus(monkeypatch):
     needs = []
     for n in (1000, 100_000):
         s = source(np.full(n, 9))
-        plan = Plan([part(s, np.ones(n, bool), 16)], [1.0], 16, 0, repeat=True)
+        plan = RowPlan([part(s, np.ones(n, bool), 16)], [1.0], 16, 0, repeat=True)
         needs.append(peak(lambda plan=plan: plan.block(1)))
     assert needs[1] < 1.2 * needs[0]
     assert s.lengths is s.lengths

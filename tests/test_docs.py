@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from dsv4_jax import cli
 from dsv4_jax.config.files import load_config
 from dsv4_jax.config.keys import keys
-from dsv4_jax.data.packing import START
+from dsv4_jax.data.packing import ORIGIN
 from dsv4_jax.train.feed import read_data, streams
 from dsv4_jax.weights.names import to_official
 
@@ -154,7 +154,7 @@ def test_sources_of_the_commands_give_batches(command, folder, monkeypatch):
         flags += ["--data.path", "texts/"]
     cfg = load_config("small.py", flags)
     data = read_data(cfg)[0]
-    with streams(cfg, data, START) as (stream, evaluation):
+    with streams(cfg, data, ORIGIN) as (stream, evaluation):
         batch = next(stream)
     assert (batch["targets"] >= 0).mean() > 0.3 and evaluation
 

@@ -92,7 +92,7 @@ def test_a_batch_on_a_mesh_and_its_parts(tmp_path, shape):
     cfg = dataclasses.replace(cfg, mesh=MeshConfig(data=data, expert=expert, context=context))
     (data,) = read_data(cfg)
     assert "images" in data.line
-    with jax.set_mesh(make_mesh(*shape)), streams(cfg, data, packing.START) as (stream, evaluation):
+    with jax.set_mesh(make_mesh(*shape)), streams(cfg, data, packing.ORIGIN) as (stream, evaluation):
         assert (evaluation[0]["image_grids"][..., 2] > 0).any()
         batch = next(stream)
         placed = put_batch(batch, stream.own, 8)

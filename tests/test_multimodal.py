@@ -23,7 +23,7 @@ from dsv4_jax.config import Config, DataConfig, TrainConfig
 from dsv4_jax.data import packing
 from dsv4_jax.data.images import Budget, layout_of, read, row_budget, token_types
 from dsv4_jax.data.interleaved import Spans, interleave
-from dsv4_jax.data.packing import Plan, best_fit, best_fit_within, part
+from dsv4_jax.data.packing import RowPlan, best_fit, best_fit_within, part
 from dsv4_jax.data.pipeline import Stream
 from dsv4_jax.data.prepare import run
 from dsv4_jax.data.sources import Flat, open_source, open_sources, prepared_folder
@@ -76,7 +76,7 @@ def whole(s, S, budget):
 
 
 def one_plan(s, S, budget, repeat=True, seed=0):
-    return Plan([whole(s, S, budget)], [1.0], S, seed, repeat, budget)
+    return RowPlan([whole(s, S, budget)], [1.0], S, seed, repeat, budget)
 
 
 def expected(s, document):
@@ -237,7 +237,7 @@ def test_seven_to_one_counts_positions():
     text = source([[[1] * (5 + i % 50)] for i in range(3000)], "text")
     pictures = source([[(1 + i % 9, 1 + i % 9), [2] * (i % 20)] for i in range(500)], "pictures")
     budget = Budget(MODEL, 100, 9)
-    both = Plan([whole(s, 60, budget) for s in (text, pictures)], [7.0, 1.0], 60, 0, True, budget)
+    both = RowPlan([whole(s, 60, budget) for s in (text, pictures)], [7.0, 1.0], 60, 0, True, budget)
     tokens = np.zeros(2)
     for batch in itertools.islice(Stream(both, 8), 200):
         of_image = [set(b[batch["token_types"][r] >= 0].tolist()) for r, b in enumerate(batch["segment_ids"])]

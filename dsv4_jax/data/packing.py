@@ -49,7 +49,7 @@ class Position(NamedTuple):
     row: int
 
 
-START = Position(0, 0)
+ORIGIN = Position(0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _shuffled(n: int, seed: int, epoch: int) -> Any:
     return np.random.RandomState([seed, epoch]).permutation(n)
 
 
-class Plan:
+class RowPlan:
     """The rows of a stream of packed pieces.
 
     Attributes:

@@ -14,7 +14,7 @@ import numpy as np
 
 from dsv4_jax.data.batch import HostBatch, empty_row
 from dsv4_jax.data.images import Budget, ImageError, read, token_types
-from dsv4_jax.data.packing import START, Part, Piece, Plan, Position
+from dsv4_jax.data.packing import ORIGIN, Part, Piece, Position, RowPlan
 from dsv4_jax.data.sources import Source
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.section import RunError
@@ -63,14 +63,14 @@ class Stream(Iterator[HostBatch]):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RowPlan,
         B: int,
         *,
         own: Sequence[int] | None = None,
         workers: int = 0,
         ahead: int = 2,
         multiple: int = 1,
-        start: Position = START,
+        start: Position = ORIGIN,
     ):
         """Batches from `start` on.
 

@@ -20,7 +20,7 @@ from dsv4_jax.data.drawn import PREFIX
 from dsv4_jax.data.ids import table_of
 from dsv4_jax.data.images import row_budget
 from dsv4_jax.data.interleaved import Document, vision_settings
-from dsv4_jax.data.packing import Plan, split
+from dsv4_jax.data.packing import RowPlan, split
 from dsv4_jax.data.records import INDEX, TOKENS, ArrayRecordWriter, find
 from dsv4_jax.data.sources import (
     DOCUMENTS,
@@ -194,7 +194,7 @@ def describe(source: Source, cfg: Config, tokenizer: Tokenizer) -> Iterator[str]
         )
     train, held_out = split(source, cfg.data, S, budget)
     yield f"  {train.tokens:,} tokens to train on, {held_out.tokens:,} held out"
-    rows = Plan([train], [1.0], S, cfg.train.seed, repeat=True, budget=budget).block(0) if train.pieces else []
+    rows = RowPlan([train], [1.0], S, cfg.train.seed, repeat=True, budget=budget).block(0) if train.pieces else []
     if rows:
         filled = sum(piece.length for row in rows for piece in row) / (len(rows) * S)
         yield f"  packed into rows of {S}: {1 - filled:.2%} padding"

@@ -19,7 +19,7 @@ from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.batch import HostBatch
 from dsv4_jax.data.images import row_budget
 from dsv4_jax.data.interleaved import vision_settings
-from dsv4_jax.data.packing import Part, Plan, Position, part, split
+from dsv4_jax.data.packing import Part, Position, RowPlan, part, split
 from dsv4_jax.data.pipeline import Stream
 from dsv4_jax.data.sources import Source, open_sources
 from dsv4_jax.data.tokenizer import Tokenizer
@@ -41,8 +41,8 @@ class Data(NamedTuple):
         skipped: bad records that were left out.
     """
 
-    training: Plan
-    evaluation: Plan
+    training: RowPlan
+    evaluation: RowPlan
     tokenizer: Tokenizer
     identity: str
     line: str
@@ -124,8 +124,8 @@ def _plan(
         return f"{sum(len(p.documents) for p in parts):,} documents, {tokens:.2f} M tokens{images}"
 
     found = Data(
-        Plan(training, list(weights.values()), S, seed, repeat=True, budget=budget, epochs=epochs),
-        Plan([p for p in held_out if p.pieces], [], S, 0, repeat=False, budget=budget),
+        RowPlan(training, list(weights.values()), S, seed, repeat=True, budget=budget, epochs=epochs),
+        RowPlan([p for p in held_out if p.pieces], [], S, 0, repeat=False, budget=budget),
         tokenizer,
         f"{_hash(documents)}-{_hash(planned)}",
         f"data        {size(training)} to train on; {size(held_out)} held out; {skipped:,} bad records skipped",

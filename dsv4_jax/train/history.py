@@ -6,7 +6,7 @@ from typing import Any
 
 from dsv4_jax.config.files import config_from_json
 from dsv4_jax.config.root import ResolvedStage
-from dsv4_jax.data.packing import START
+from dsv4_jax.data.packing import ORIGIN
 from dsv4_jax.section import deferred_rules
 from dsv4_jax.train.spikes import Recent
 
@@ -27,7 +27,7 @@ class Progress:
 
     tokens: int = 0
     stage: int = 0
-    position: tuple[int, ...] = START
+    position: tuple[int, ...] = ORIGIN
     identity: str = ""
     clock: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     evaluation_due: bool = False
@@ -106,7 +106,7 @@ class History:
 
     def enter(self, stage: ResolvedStage, identity: str) -> None:
         """Begin a stage, or other data, at its beginning."""
-        self.progress.stage, self.progress.identity, self.progress.position = stage.number, identity, START
+        self.progress.stage, self.progress.identity, self.progress.position = stage.number, identity, ORIGIN
         self.recovery.recent = Recent()
 
 
