@@ -17,11 +17,12 @@ from dsv4_jax.section import RunError
 from dsv4_jax.train.checks import start_warnings
 from dsv4_jax.train.console import Display
 from dsv4_jax.train.evaluate import evaluate
+from dsv4_jax.train.finite import nonfinite_gradient
 from dsv4_jax.train.hardware import device_memory
 from dsv4_jax.train.metrics import MetricsWriter
 from dsv4_jax.train.profile import Profile
 from dsv4_jax.train.spikes import spike
-from dsv4_jax.train.state import TrainState
+from dsv4_jax.train.state import TrainState, abstract_model
 from dsv4_jax.train.trainer import Trainer
 
 
@@ -111,13 +112,14 @@ def log_step(
         trainer: the run.
         outputs: where to.
         inputs: those of the stage.
-        metrics: what the step returned, with `step` and `train/lag`.
+        metrics: what the step returned, with `step` and `train/lag`; `grad_norms` is taken out.
         more: metrics of its evaluation.
 
     Raises:
         RunError: after `train.bad_steps` steps in a row that were not finite.
         SpikeError: if the run must be rolled back from this step.
     """
+    norms = metrics.pop("grad_norms")
     scalars = {name: np.asarray(value).item() for name, value in metrics.items()}
     step, history, train = scalars["step"], trainer.history, trainer.cfg.train
     progress, recovery, timing, stage = history.progress, history.recovery, trainer.timing, inputs.stage
@@ -127,6 +129,8 @@ def log_step(
     reason = ""
     if trainer.bad_steps:
         text = f"objective {scalars['train/objective']}, gradient norm {scalars['grad_norm']}"
+        if place := nonfinite_gradient(abstract_model(stage.cfg), norms):
+            text += f"; first gradient not finite: {place}"
         trainer.record(step, "skipped", text)
     elif math.isfinite(scalars["loss"]):
         reason = spike(stage.cfg.spikes, recovery.recent, scalars["loss"], scalars["grad_norm"])
@@ -192,9 +196,8 @@ def run_steps(trainer: Trainer, outputs: Outputs, inputs: StageInputs, state: Tr
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
             state, metrics = train_step(state, batch)
         outputs.profile.after(step, metrics)
-        norms = metrics.pop("grad_norms")
         if step == stage.first + 1:
-            first = jax.device_get(metrics | {"grad_norms": norms})
+            first = jax.device_get(metrics)
             for warning in start_warnings(stage.cfg, first, state.buffers, new=step == 1):
                 trainer.warn(warning)
 
