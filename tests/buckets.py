@@ -40,6 +40,15 @@ class Bucket(MemoryFileSystem):
         type(self).fails("read", path)
         return super().cat_file(path, *args, **options)
 
+    def rm_file(self, path):
+        type(self).fails("delete", path)
+        super().rm_file(path)
+        self.pseudo_dirs[:] = [""]  # a store has no empty folders
+
+    def cp_file(self, path1, path2, **options):
+        type(self).fails("write", path2)
+        super().cp_file(path1, path2, **options)
+
     def mv(self, *args, **options):
         raise NotImplementedError("an object store has no rename")
 

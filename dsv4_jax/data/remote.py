@@ -19,7 +19,7 @@ from typing import Any
 from dsv4_jax.section import ConfigError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_TOGETHER = 8  # files that are copied at a time
+TOGETHER = 8  # files that are copied at a time
 
 
 def is_address(path: object) -> bool:
@@ -132,7 +132,7 @@ def copy_folder_up(folder: Path, to: Any, last: str) -> None:
     """
     files = [file for file in folder.rglob("*") if file.is_file()]
     files.sort(key=lambda file: (file.relative_to(folder).as_posix() == last, file))
-    with ThreadPoolExecutor(_TOGETHER) as pool:
+    with ThreadPoolExecutor(TOGETHER) as pool:
         list(pool.map(lambda file: copy_up(file, to / file.relative_to(folder).as_posix()), files[:-1]))
     copy_up(files[-1], to / last)
 

@@ -51,9 +51,11 @@ class Checkpoints:
     Attributes:
         before: the newest checkpoint up to this step stays too: from before the decay of the learning rate, so that
             the run can be continued without it.
+        publish: called by process 0 when a save is finished, before it counts as such; may raise.
     """
 
     before: int = 0
+    publish: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, folder: Path, keep: int, keep_every: int = 0):
         self._folder, self._keep, self._keep_every = folder.absolute(), keep, keep_every
@@ -242,6 +244,7 @@ class Checkpoints:
         for path in found[self._keep :]:
             if path != spare and (not self._keep_every or int(path.stem) % self._keep_every):
                 _delete(path)
+        self.publish()
 
     def _found(self) -> list[Path]:
         return list_checkpoints(self._folder)
