@@ -17,6 +17,7 @@ from typing import Any
 
 from dsv4_jax.config import Config
 from dsv4_jax.config.files import config_from_json, load_config, made_by, read_config
+from dsv4_jax.data.remote import open_path, reading
 from dsv4_jax.section import ConfigError, RunError
 from dsv4_jax.train.console import SafeConsole, printable
 
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data = commands.add_parser("data", help="tokenise a configuration's sources ahead, and describe them", **keys)
     data.add_argument("config", help="a configuration file, or the name of a shipped one")
     sample = commands.add_parser("sample", help="continue a prompt with a trained model")
-    sample.add_argument("run", help="folder of a run, or RUN@STEP for the model of one of its checkpoints")
+    sample.add_argument("run", help="folder or address of a run, or RUN@STEP for the model of one of its checkpoints")
     sample.add_argument("prompt", help="text to continue")
     sample.add_argument("--tokens", type=int, default=256, help="tokens to add (default 256)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
@@ -86,14 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sample.add_argument("--draft", action="store_true", help="decode with the draft blocks; prints the accepted share")
     sample.add_argument("--raw", action="store_true", help="write control characters as they are; not to a terminal")
     rewind = commands.add_parser("rewind", help="take a run back to an earlier checkpoint; what came later is moved")
-    rewind.add_argument("run_dir", type=Path, help="folder of a run")
+    rewind.add_argument("run_dir", help="folder of a run")
     rewind.add_argument("step", type=int, help="step of the checkpoint; an unknown one lists those that there are")
     lab = commands.add_parser("optim-lab", help="compare optimizers on a small task; the same command again resumes")
     lab.add_argument("spec", type=Path, help="a Python file that defines lab()")
     lab.add_argument("--out", type=Path, help="folder of the results (default runs/optim_lab/NAME OF SPEC)")
     report = commands.add_parser("report", help="write an HTML page with the curves of one or several runs")
-    report.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run")
-    report.add_argument("--out", type=Path, metavar="FILE.html", help="the page (default report.html in the first RUN)")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="folder or address of a run")
+    report.add_argument("--out", metavar="FILE.html", help="the page (default report.html in the first RUN)")
     args, args.overrides = parser.parse_known_args(arguments)
     if args.overrides and "config" not in args:
         parser.error(f"unrecognized arguments: {' '.join(args.overrides)}")
@@ -122,7 +123,7 @@ def _data(args: argparse.Namespace) -> None:
 def _rewind(args: argparse.Namespace) -> None:
     from dsv4_jax.train.fork import rewind
 
-    print(printable(rewind(args.run_dir, args.step)))
+    print(printable(rewind(open_path(args.run_dir, "RUN"), args.step)))
 
 
 def _need_matplotlib() -> None:
@@ -145,12 +146,14 @@ def _optim_lab(args: argparse.Namespace) -> None:
 
 def _report(args: argparse.Namespace) -> None:
     _need_matplotlib()
-    out = args.out or args.runs[0] / "report.html"
+    runs = [open_path(path, "RUN") for path in args.runs]
+    out = open_path(args.out, "--out") if args.out else runs[0] / "report.html"
     if out.is_dir():
         raise ConfigError(f"{out} is a folder; --out takes the name of a file")
     from dsv4_jax.report import write_report
 
-    print(write_report(args.runs, out))
+    with reading(*args.runs, args.out or ""):
+        print(write_report(runs, out))
 
 
 def _sample(args: argparse.Namespace) -> None:
@@ -160,9 +163,10 @@ def _sample(args: argparse.Namespace) -> None:
 
     run_dir, _ = parse_source(args.run)
     path = run_dir / "config.json"
-    if not path.exists():
-        raise ConfigError(f"{run_dir} is not a run directory: it has no config.json")
-    config: Config = config_from_json(read_config(path))
+    with reading(args.run):
+        if not path.exists():
+            raise ConfigError(f"{run_dir} is not a run directory: it has no config.json")
+        config: Config = config_from_json(read_config(path))
     from dsv4_jax.data.tokenizer import load_tokenizer
     from dsv4_jax.generate.sample import sample
 

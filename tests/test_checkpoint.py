@@ -2,6 +2,7 @@
 """Checkpoints: bit-exact on any mesh, every damage found and named, nothing lost by a failed save."""
 
 import dataclasses
+import hashlib
 import json
 import pickle
 import shutil
@@ -182,13 +183,29 @@ def test_what_is_said(folder):
 
 
 @pytest.mark.parametrize(
-    "manifest, message", [({"format": 2}, "is not of format 1"), ([1], "is not of format 1"), (None, "is missing")]
+    "manifest, message", [({"format": 3}, "is not of format 2"), ([1], "is not of format 2"), (None, "is missing")]
 )
 def test_manifest_of_another_format(folder, manifest, message):
     path = folder / "8/manifest.json"
     path.unlink() if manifest is None else path.write_text(json.dumps(manifest))
     step, _, said = restore(folder)
     assert step == 5 and said == [said[0]] and f"checkpoint 8 is skipped: manifest.json {message}" in said[0]
+
+
+def test_checkpoints_of_format_1_are_read_and_verified(folder):
+    """Their checksums are BLAKE2b."""
+    path = folder / "8"
+    old = {key: value for key, value in manifests.read(path).items() if key != "checksum"} | {"format": 1}
+    for name, entry in old["files"].items():
+        entry["hash"] = hashlib.blake2b((path / name).read_bytes()).hexdigest()
+    (path / manifests.NAME).write_bytes(manifests._render(old))
+    assert restore(folder)[::2] == (8, [])
+    data = next((path / "state" / "d").iterdir())
+    flip(data)
+    assert restore(folder)[::2] == (
+        5,
+        [f"checkpoint 8 is skipped: state/d/{data.name} is damaged (its checksum differs)"],
+    )
 
 
 def test_all_damaged(folder):

@@ -7,13 +7,17 @@ import shutil
 import socket
 import time
 
+import numpy as np
 import pytest
 from buckets import Bucket
+from orbax.checkpoint import v1 as ocp
+from runs import metrics, small, timeless, train
 from test_checkpoint import names, restore, state_of
 
+from dsv4_jax import cli
 from dsv4_jax.section import ConfigError, RunError
-from dsv4_jax.train import mirror
-from dsv4_jax.train.checkpoint import CheckpointError, Checkpoints
+from dsv4_jax.train import manifests, mirror
+from dsv4_jax.train.checkpoint import CheckpointError, Checkpoints, list_checkpoints
 from dsv4_jax.train.mirror import Mirror, fetch_run, work_folder
 
 RUN = "bucket://runs/a"
@@ -236,6 +240,62 @@ def test_later_checkpoints_go_with_a_rollback(bucket, elsewhere):
         checkpoints.drop_after(5)
         checkpoints.save(5, state_of(5), {"tokens": 500})
     assert in_store(bucket) == {"3", "4", "5"}
+
+
+@pytest.fixture(scope="module")
+def local(corpus, tmp_path_factory):
+    """A run in a local folder, to the end."""
+    folder = tmp_path_factory.mktemp("local") / "run"
+    train(small(corpus, folder))
+    return folder
+
+
+def at_address(corpus, **changes):
+    return small(corpus, RUN, **changes)
+
+
+def test_a_run_at_an_address_is_that_in_a_folder(bucket, local, corpus, tmp_path, monkeypatch):
+    """With its data there too; stopped in the middle, and resumed on another machine from what the store holds."""
+    bucket.put(corpus, "/data", recursive=True)
+    there = "bucket://data"
+    publish, count = Mirror.publish, iter(range(100))
+
+    def fails(self):
+        if next(count):  # only the first checkpoint reaches the store
+            raise ConnectionError("killed")
+        publish(self)
+
+    monkeypatch.setattr(Mirror, "publish", fails)
+    monkeypatch.setattr(Mirror, "_release", lambda self: None)
+    with pytest.raises(CheckpointError, match="killed"):
+        train(at_address(there))
+    monkeypatch.undo()
+    monkeypatch.setenv("DSV4_CACHE", str(tmp_path / "machine2"))
+    with pytest.raises(RunError, match="is in use by process"):  # the lock is left, of a process that runs
+        train(at_address(there))
+    bucket.rm_file("/runs/a/lock")
+    assert "resumed     bucket://runs/a at step 3" in train(at_address(there))
+    copy = tmp_path / "copy"
+    bucket.get("/runs/a", str(copy), recursive=True)
+    assert timeless(metrics(copy)) == timeless(metrics(local))
+    for name in ("config.json", "tensorboard"):
+        assert (copy / name).exists()
+    assert json.loads((copy / "config.json").read_text())["train"]["run_dir"] == RUN
+    one, two = (state_bytes(folder) for folder in (copy, local))
+    assert one == two
+    assert "the run is finished" in train(at_address(there))
+    cli.main(["report", RUN, "--out", f"{RUN}/page.html"])
+    assert b"<html" in bucket.cat_file("/runs/a/page.html")
+    said = train(small(corpus, tmp_path / "new", steps=2, init_from=RUN + "@3"))
+    assert "parameters  from bucket://runs/a@3" in said
+
+
+def state_bytes(folder):
+    """Return the arrays of the newest checkpoint, as orbax reads them."""
+    path = next(iter(list_checkpoints(folder / "checkpoints")))
+    assert path.name == "8" and not manifests.damage(path)
+    arrays = ocp.load(str(path), checkpointable_name="state")
+    return {name: np.asarray(array).tobytes() for name, array in arrays.items()}
 
 
 def test_local_run_directories_are_used_as_they_are(tmp_path):

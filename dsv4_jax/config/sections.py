@@ -311,7 +311,7 @@ class TrainConfig(Section):
     seed: int = 0
     """Seed of the initial parameters, the order of the data and the samples."""
     run_dir: str = "runs/default"
-    """Folder of the run. The same command resumes the run in it."""
+    """Folder of the run, or its address such as gs://BUCKET/RUN. The same command resumes the run in it."""
     eval_every: int = 100
     """Steps between evaluations on held-out documents. There is one after the last step too."""
     eval_batches: int = 16
@@ -368,9 +368,8 @@ class TrainConfig(Section):
             self.need(key, getattr(self, key) >= 0, "must be 0 or above")
         for key in ("checkpoint_minutes", "stop_after_minutes"):
             self.need(key, 0 <= getattr(self, key) < math.inf, "must be 0 or above")
-        for key in ("run_dir", "init_from", "fork_from"):
-            here = "://" not in getattr(self, key)
-            self.need(key, here, "is an address: use a folder of a file system, such as a mounted bucket or disk")
+        shared = "://" not in self.run_dir or not self.distributed
+        self.need("run_dir", shared, "is an address, which one process alone can use: several need a shared folder")
         alone = not (self.init_from and self.fork_from)
         self.need("fork_from", alone, f"cannot stand beside train.init_from = {self.init_from!r}: give one of them")
         try:

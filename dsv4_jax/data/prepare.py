@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m dsv4_jax data CONFIG`: tokenises sources ahead of time, and shows what they hold."""
+"""Tokenise sources ahead of time, and describe them: `python -m dsv4_jax data CONFIG`."""
 
 import array
 import contextlib
@@ -43,7 +43,7 @@ _SHARD = 1 << 32  # bytes of ids and images in a shard: few files, since a run k
 
 
 def run(cfg: Config, console: Console) -> None:
-    """Makes the tokens of every source of text that are not there yet, then describes all sources.
+    """Make the tokens of every source of text that are not there yet, then describe all sources.
 
     Raises:
         ConfigError: if a source or the tokenizer cannot be used.
@@ -132,7 +132,7 @@ def write_shards(
 
 
 class _ShardWriter:
-    """Writes the ids of documents into one shard after another, each with a table of its documents beside it.
+    """Write the ids of documents into one shard after another, each with a table of its documents beside it.
 
     Their images go into a file with a table of document, start, positions, rows and columns of patches.
     """
@@ -179,7 +179,7 @@ class _ShardWriter:
 
 
 def describe(source: Source, cfg: Config, tokenizer: Tokenizer) -> Iterator[str]:
-    """What a source holds, how well it packs, and how a document starts: a line each."""
+    """Yield lines about a source: its documents, their lengths, how well they pack, and how one starts."""
     lengths, S = source.lengths, cfg.data.seq_len
     tokens = f"{lengths.sum():,} tokens ({tokenizer.name})"
     yield f"{source.name}: {len(lengths):,} documents, {tokens}, {source.skipped:,} records skipped"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of files: plain text, JSONL, Parquet, ArrayRecord. Bad records are refused by name, or skipped and counted.
+"""Read texts of files: plain text, JSONL, Parquet, ArrayRecord. Bad records are named, or skipped and counted.
 
 A record of JSONL or Parquet may have images; `<image>` in its text stands for each of them, in order.
 """
@@ -318,7 +318,7 @@ def _parquet(file: Any, name: str, field: str, image_field: str) -> Iterator[Rec
 
 
 def _with_images(record: Record, value: dict[str, Any], field: str, folder: Any) -> Record:
-    """The record with its images; bad if one cannot be found, or there are not as many as places for them."""
+    """Add the images of a record; it is bad if one cannot be found or their number is not that of their places."""
     listed = value.get(field) if record.text is not None else None
     if listed is None:
         return record
@@ -336,7 +336,7 @@ def _with_images(record: Record, value: dict[str, Any], field: str, folder: Any)
 
 
 def _encoded(entry: object, folder: Any) -> bytes:
-    """The bytes of an image: themselves, base64 after `data:...,`, a path from `folder`, or a dict with one of these.
+    """Return the bytes of an image: as they are, base64 after `data:...,`, a path from `folder`, or a dict of these.
 
     A dict may have them as `bytes` (base64 if they are text), else as `path`.
     """

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from dsv4_jax.section import ConfigError
+from dsv4_jax.section import ConfigError, RunError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 TOGETHER = 8  # files that are copied at a time
@@ -68,7 +68,7 @@ def reading(*paths: str) -> Generator[None]:
     """Turn what a store's client raises into a ConfigError, if one of these paths is an address."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, RunError):
         raise
     except Exception as error:  # each client has its own
         if not (addresses := [path for path in paths if is_address(path)]):

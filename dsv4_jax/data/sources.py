@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents as token ids, by number: in memory, in files of ids, or in shards that were made ahead of time."""
+"""Open sources of documents as token ids: in memory, in files of ids, or in shards that were made ahead of time."""
 
 import functools
 import hashlib
@@ -34,35 +34,35 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is, for people."""
+        """Name for messages."""
         ...
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every document, its two borders included, int64 [n]."""
+        """Number of tokens of every document, its two borders included, int64 [n]."""
         ...
 
     @property
     def keys(self) -> np.ndarray:
-        """A hash of every document's name, the same wherever its tokens lie, uint32 [n]."""
+        """Hash of every document's name, the same wherever its tokens are, uint32 [n]."""
         ...
 
     @property
     def skipped(self) -> int:
-        """Bad records that were left out."""
+        """Number of bad records that were left out."""
         ...
 
     @property
     def spans(self) -> Spans | None:
-        """Where its images lie; None without images."""
+        """Positions of its images; None without images."""
         ...
 
     def tokens(self, document: int, first: int, last: int) -> np.ndarray:
-        """Tokens [first, last) of a document, int32; past its end there are none."""
+        """Return tokens [first, last) of a document, int32; past its end there are none."""
         ...
 
     def image(self, number: int) -> bytes | Image.Image:
-        """The image of a line of `spans.table`."""
+        """Return the image of a line of `spans.table`."""
         ...
 
 
@@ -113,7 +113,7 @@ class TokenShards(Joined):
         return remote.local(self._folder / name)
 
     def _spans(self, shard: dict[str, Any], documents: int) -> tuple[np.ndarray, np.ndarray]:
-        """Images of each of a shard's documents, and their lines of `Spans.table`."""
+        """Return the number of images of each of a shard's documents, and their lines of `Spans.table`."""
         if "images_bytes" not in shard:
             return np.zeros(documents, np.int64), NO_SPANS
         table = np.load(self._local(shard["name"] + SPANS), allow_pickle=False)
@@ -143,13 +143,13 @@ def _read_index(folder: Any) -> dict[str, Any]:
 
 
 def id_type(tokenizer: Tokenizer, vision: ModelConfig | None = None) -> np.dtype:
-    """The smallest type that holds the tokenizer's ids, and that of images."""
+    """Return the smallest type that holds the tokenizer's ids and that of images."""
     most = max(tokenizer.size, vision.image_token_id + 1 if vision else 0)
     return np.dtype(np.uint16 if most <= 1 << 16 else np.uint32)
 
 
 def key_of(name: str) -> int:
-    """Hash of a document's name, below 2^32."""
+    """Hash a document's name to a number below 2^32."""
     return zlib.crc32(name.encode())
 
 
@@ -184,7 +184,7 @@ def made_ahead(path: str) -> Any:
 
 
 def open_source(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None = None) -> Source:
-    """The documents of one source; with images, if there is a model with `vision` for them.
+    """Open the documents of one source; with images, if there is a model with `vision` for them.
 
     Raises:
         ConfigError: if there is nothing there, or it is damaged, or too much to be tokenised at every start.
@@ -250,7 +250,8 @@ def _in_memory(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelCo
 def open_sources(
     cfg: DataConfig, vocab: int, vision: ModelConfig | None = None
 ) -> tuple[list[Source], Source | None, Tokenizer]:
-    """The sources to train on, in the order of `data.paths`; the one to evaluate on, if it is another; the tokenizer.
+    """Open the sources to train on, in the order of `data.paths`, the one to evaluate on, if it is another, and the
+    tokenizer.
 
     Args:
         cfg: what to read.

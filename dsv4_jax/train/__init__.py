@@ -4,7 +4,6 @@
 import json
 import sys
 import types
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -38,10 +37,11 @@ def train(cfg: "Config", console: "Console | None" = None) -> Result:
     Raises:
         ConfigError, RunError: see `run.run`.
     """
+    from dsv4_jax.train.mirror import work_folder
     from dsv4_jax.train.run import run
 
     state = run(cfg, console)
-    path = Path(cfg.train.run_dir) / "metrics.jsonl"
+    path = work_folder(cfg.train.run_dir) / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []  # process 0 alone writes them
     return Result(state, [json.loads(line) for line in lines])
 

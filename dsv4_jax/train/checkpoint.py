@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a run: written beside the training, verified before they count, checked before they are read.
+"""Save and restore checkpoints of a run: written beside the training, verified after writing and before reading.
 
 A checkpoint is a folder named after its step: the arrays as orbax writes them (under `state`, one flat
 dict by name) and `manifest.json` (manifests.py). It is made under another name, `STEP.new`, and renamed
-when the disk has given back what the manifest says. While a step is replaced the one before is `STEP.old`.
+when the disk has given back what the manifest lists. While a step is replaced the one before is `STEP.old`.
 
 With several processes, which need a folder that all of them see, all call the same methods. Each writes and
-verifies its part; process 0 joins what they found, renames and deletes.
+verifies its part; process 0 joins their parts, renames and deletes.
 
 Nothing is unpickled: orbax's handler of arrays reads JSON and tensorstore's files.
 """
@@ -26,11 +26,13 @@ from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from dsv4_jax.config import Config
+from dsv4_jax.data.remote import open_path
 from dsv4_jax.mesh import ensure_mesh
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.section import ConfigError, RunError
 from dsv4_jax.train import manifests
 from dsv4_jax.train.console import printable
+from dsv4_jax.train.mirror import fetch_run
 from dsv4_jax.train.processes import of_all, of_first
 from dsv4_jax.train.state import abstract_model, abstract_state
 
@@ -44,7 +46,7 @@ class CheckpointError(RunError):
 
 
 class Checkpoints:
-    """The checkpoints in a folder: the newest `keep`, and for ever every multiple of `keep_every` (0: none).
+    """The checkpoints in a folder: the newest `keep`, and permanently every multiple of `keep_every` (0: none).
 
     Steps above the one just saved, from which a run has fallen back, neither count nor are deleted.
 
@@ -68,7 +70,7 @@ class Checkpoints:
         self._pool = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
-        """Starts to save the arrays of `state` and the JSON values of `host`, in place of an earlier save of `step`.
+        """Start to save the arrays of `state` and the JSON values of `host`, in place of an earlier save of `step`.
 
         Returns when the host has a copy of the arrays, which may then be donated. Orbax makes this one
         copy, of one replica of each array, and writes it as it is: compressing it would need another.
@@ -100,7 +102,7 @@ class Checkpoints:
             self.wait()
 
     def failed(self) -> str:
-        """Returns why the save in flight or the one before it failed, once; empty if neither did.
+        """Return why the save in flight or the one before it failed, once; empty if neither did.
 
         Asks no other process, so that it costs nothing after every step.
         """
@@ -112,7 +114,7 @@ class Checkpoints:
         return found
 
     def wait(self) -> None:
-        """Returns when the save in flight is finished and verified.
+        """Wait until the save in flight is finished and verified.
 
         Raises:
             CheckpointError: if it failed. Earlier checkpoints are untouched.
@@ -123,7 +125,7 @@ class Checkpoints:
             raise CheckpointError(reason + more)
 
     def _settle(self) -> str:
-        """Waits for the save in flight, in all processes, and returns why it failed in any; empty if it did not."""
+        """Wait for the save in flight in all processes; return why it failed in any, empty if it did not."""
         if self._saving is None:
             return ""
         (step, saving), self._saving = self._saving, None
@@ -136,12 +138,12 @@ class Checkpoints:
         return reason
 
     def latest(self) -> int | None:
-        """The newest step whose manifest is whole and whose files have their sizes; their content is not read."""
+        """Return the newest step whose manifest is whole and whose files have their sizes, without reading them."""
         found = self.newest()
         return None if found is None else found[0]
 
     def newest(self) -> tuple[int, dict[str, Any]] | None:
-        """The step that `latest` gives and that checkpoint's host values, without waiting for other processes."""
+        """Return the step of `latest` and its host values, without waiting for other processes."""
         whole = (path for path in self._found() if not manifests.damage(path, content=False))
         return next(((int(path.stem), manifests.read(path)["host"]) for path in whole), None)
 
@@ -188,7 +190,7 @@ class Checkpoints:
         return manifest["step"], state, manifest["host"]
 
     def drop_after(self, step: int) -> None:
-        """Deletes the checkpoints of later steps: the run goes on from `step` another way."""
+        """Delete the checkpoints of later steps, before the run continues from `step` in another way."""
         self._settle()
         if jax.process_index() == 0:
             for path in self._found():
@@ -197,7 +199,7 @@ class Checkpoints:
         of_first(None)  # the others go on when they are gone
 
     def close(self) -> None:
-        """Waits as `wait` does, and ends."""
+        """Wait as `wait` does, then end the thread."""
         try:
             self.wait()
         finally:
@@ -215,7 +217,7 @@ class Checkpoints:
             error.add_note(_failure(self._saving[0], failed))
 
     def _finish(self, step: int, manifest: dict[str, Any], write: ocp.AsyncResponse[None]) -> None:
-        """Waits for orbax (in all processes), then verifies the checkpoint and lets it count."""
+        """Wait for orbax (in all processes), verify the checkpoint and give it its final name."""
         write.result()
         new, final = self._folder / f"{step}.new", self._folder / str(step)
         process, count = jax.process_index(), jax.process_count()
@@ -266,7 +268,7 @@ class Checkpoints:
         return "", problems
 
     def _tidy(self) -> None:
-        """Deletes what crashes have left, and checkpoints that have been replaced."""
+        """Delete what crashes have left, and checkpoints that have been replaced."""
         for path in list(self._folder.iterdir()):
             if _LEFT_OVER.fullmatch(path.name):
                 shutil.rmtree(path)
@@ -282,22 +284,26 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (int(path.stem), path.suffix == ""), reverse=True)
 
 
-def parse_source(source: str) -> tuple[Path, int | None]:
+def parse_source(source: str) -> tuple[Any, int | None]:
     """Split `RUN@STEP` into a run directory and a step; `RUN` alone stands for its newest checkpoint, None.
 
     A folder whose name ends like this is meant with a slash behind it: `RUN@3/`.
     """
     named = re.fullmatch(r"(.+)@(\d+)", source)
-    return (Path(named[1]), int(named[2])) if named else (Path(source), None)
+    name, step = (named[1], int(named[2])) if named else (source, None)
+    return open_path(name, "the run"), step
 
 
-def find_checkpoint(run_dir: Path, step: int | None = None) -> Path:
+def find_checkpoint(run_dir: Any, step: int | None = None) -> Path:
     """Find the checkpoint of a step, or the newest one; the sizes of its files are checked, their content is not.
+
+    That of a run at an address is copied first, see `mirror.fetch_run`.
 
     Raises:
         ConfigError: if there is none; it lists the steps that there are.
         CheckpointError: if it is damaged.
     """
+    run_dir = fetch_run(run_dir, step)
     paths = list_checkpoints(run_dir / "checkpoints")
     candidates = [path for path in paths if step in (None, int(path.stem))]
     if not paths:
@@ -326,10 +332,10 @@ def load_model(cfg: Config, source: str = "") -> DeepSeek:
         CheckpointError: if none is usable.
     """
     ensure_mesh()
-    run_dir, step = parse_source(source) if source else (Path(cfg.train.run_dir), None)
-    find_checkpoint(run_dir, step)
+    run_dir, step = parse_source(source) if source else (open_path(cfg.train.run_dir, "train.run_dir"), None)
+    folder = find_checkpoint(run_dir, step).parent
     abstract = dataclasses.replace(abstract_state(cfg), opt_state=None)
-    with Checkpoints(run_dir / "checkpoints", cfg.train.keep) as checkpoints:
+    with Checkpoints(folder, cfg.train.keep) as checkpoints:
         say = lambda line: print(printable(line), file=sys.stderr)
         found = checkpoints.restore(abstract, say, part=True, step=step)
     assert found is not None
@@ -341,7 +347,7 @@ def _failure(step: int, error: BaseException) -> str:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a checkpoint, which does not count any more as soon as its files start to go."""
+    """Delete a checkpoint; it is renamed first, so that it never counts with files missing."""
     gone = path.with_name(f"{path.name}.gone")
     path.rename(gone)
     shutil.rmtree(gone)

@@ -2,10 +2,10 @@
 """Continue a run from an earlier step: as a fork, another run that begins there, or as the run itself, taken back."""
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 from dsv4_jax.config import Config
+from dsv4_jax.data.remote import is_address, open_path
 from dsv4_jax.section import ConfigError
 from dsv4_jax.train import manifests
 from dsv4_jax.train.checkpoint import CheckpointError, find_checkpoint, list_checkpoints, parse_source
@@ -29,7 +29,7 @@ def find_origin(cfg: Config, newest: tuple[int, dict[str, Any]] | None) -> tuple
             the run in the directory did not begin there.
         CheckpointError: if what it names is damaged.
     """
-    own, origin = Path(cfg.train.run_dir), newest
+    own, origin = open_path(cfg.train.run_dir, "train.run_dir"), newest
     for key in ("init_from", "fork_from"):
         source = getattr(cfg.train, key)
         if not source:
@@ -55,7 +55,7 @@ def find_origin(cfg: Config, newest: tuple[int, dict[str, Any]] | None) -> tuple
     return origin
 
 
-def rewind(run_dir: Path, step: int) -> str:
+def rewind(run_dir: Any, step: int) -> str:
     """Take a run back to the checkpoint of an earlier step; the same training command continues from there.
 
     What came later becomes a run directory of its own, `rewound/NUMBER`: the later checkpoints move there, and
@@ -74,6 +74,11 @@ def rewind(run_dir: Path, step: int) -> str:
         CheckpointError: if that checkpoint is damaged.
         RunError: if another process uses the run directory.
     """
+    if is_address(run_dir):
+        raise ConfigError(
+            f"{run_dir} is an address, expected a local folder: continue from the step in another run directory, with "
+            f"--train.fork-from {run_dir}@{step}"
+        )
     path = find_checkpoint(run_dir, step)
     lock = RunLock(run_dir)
     lock.take()

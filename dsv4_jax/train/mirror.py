@@ -43,18 +43,19 @@ def work_folder(run_dir: str) -> Path:
     return remote.copies() / "runs" / f"{re.sub(r'[^A-Za-z0-9.]+', '-', run_dir).strip('-')[-60:]}-{digest}"
 
 
-def fetch_run(run_dir: str, step: int | None = None) -> Path:
+def fetch_run(run_dir: Any, step: int | None = None) -> Path:
     """Return a local folder with `config.json` and one checkpoint of a run: the newest, or that of `step`.
 
-    For an address it is a copy, which the processes of a host share and which the run itself does not use.
+    Of a run at an address that is a copy, which the processes of a host share and which the run itself does not use. A
+    run in a local folder is returned as it is.
 
     Raises:
         ConfigError: if the store cannot be read, or has no such checkpoint.
     """
     if not remote.is_address(run_dir):
         return Path(run_dir)
-    with remote.reading(run_dir):
-        there, folder = remote.open_path(run_dir, "the run"), work_folder(run_dir)
+    with remote.reading(str(run_dir)):
+        there, folder = remote.open_path(str(run_dir), "the run"), work_folder(str(run_dir))
         folder = folder.with_name(f"{folder.name}.read")
         with remote.exclusive(folder.with_suffix(".lock")):
             files, _ = _by_checkpoint(there)
@@ -62,7 +63,8 @@ def fetch_run(run_dir: str, step: int | None = None) -> Path:
             if not chosen:
                 steps = ", ".join(_newest_first(files)) or "none"
                 raise ConfigError(f"{run_dir} has no checkpoint{f' of step {step}' if step else ''}; it has {steps}")
-            _pull(there, folder, {chosen[0]: files[chosen[0]]}, [there / "config.json"])
+            config = [there / "config.json"] if (there / "config.json").exists() else []
+            _pull(there, folder, {chosen[0]: files[chosen[0]]}, config)
     return folder
 
 

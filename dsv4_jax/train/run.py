@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run from its start to its end: set up, resume or fork, run the stages, roll back, evaluate and sample."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 import traceback
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from dsv4_jax.config import Config
 from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.batch import put_batch
 from dsv4_jax.data.packing import Position
+from dsv4_jax.data.remote import is_address
 from dsv4_jax.generate.sample import held_out_prompt, sample
 from dsv4_jax.mesh import start_devices, use_mesh
 from dsv4_jax.model.token_map import make_token_map
@@ -40,6 +41,7 @@ from dsv4_jax.train.history import steps_done
 from dsv4_jax.train.loggers import make_loggers
 from dsv4_jax.train.loop import Outputs, SpikeError, StageInputs, run_steps
 from dsv4_jax.train.metrics import MetricsWriter
+from dsv4_jax.train.mirror import Mirror, work_folder
 from dsv4_jax.train.objectives import objective_of
 from dsv4_jax.train.optimizer import decay_start, split_trained
 from dsv4_jax.train.processes import check_shared, of_first
@@ -68,21 +70,27 @@ def run(cfg: Config, console: Console | None = None) -> TrainState:
         SystemExit: after SIGTERM or Ctrl-C, once the state has been saved.
     """
     console = console or SafeConsole()
-    run_dir = Path(cfg.train.run_dir)
+    run_dir, mirror = work_folder(cfg.train.run_dir), None
     lock = RunLock(run_dir)
-    if run_dir.exists() and not cfg.train.distributed:
-        lock.take()  # before anything else costs time; of several processes the first one is not known yet
-    try:
-        return _run(cfg, console, lock)
-    finally:
-        lock.release()
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
+        if is_address(cfg.train.run_dir):
+            lock.take()
+            # A rollback may need any checkpoint; other runs only the newest.
+            keep_every = 0 if cfg.routing.anticipation.mode == "auto" else cfg.train.keep_every
+            mirror = stack.enter_context(Mirror(cfg.train.run_dir, console.print, keep_every))
+        elif run_dir.exists() and not cfg.train.distributed:
+            lock.take()  # before anything else costs time; of several processes the first one is not known yet
+        return _run(cfg, console, lock, mirror)
 
 
-def _run(cfg: Config, console: Console, lock: RunLock) -> TrainState:
+def _run(cfg: Config, console: Console, lock: RunLock, mirror: Mirror | None) -> TrainState:
     # Check everything that needs no device.
-    run_dir, timing, deadlines = Path(cfg.train.run_dir), Timing(), Deadlines(cfg.train)
+    run_dir, timing, deadlines = work_folder(cfg.train.run_dir), Timing(), Deadlines(cfg.train)
     check_model(cfg, run_dir)
     checkpoints = Checkpoints(run_dir / "checkpoints", cfg.train.keep, cfg.train.keep_every)
+    if mirror:
+        checkpoints.publish = mirror.publish
     newest = checkpoints.newest()
     origin = find_origin(cfg, newest)
     if origin:
@@ -171,13 +179,13 @@ def train(trainer: Trainer, state: TrainState) -> TrainState:
     """Run the stages up to `cfg.steps`, with rollbacks."""
     cfg, step = trainer.cfg, int(state.step)
     trainer.checkpoints.before = decay_start(cfg.optim, cfg.steps, cfg.resolved_stages[0].clock)
-    own_dir = Path(cfg.train.run_dir) if jax.process_index() == 0 else None
+    own_dir = work_folder(cfg.train.run_dir) if jax.process_index() == 0 else None
     loggers = make_loggers(cfg, own_dir, step) if own_dir else []
     with (
         stop_signals() as stopped,
         MetricsWriter(own_dir, step, trainer.history.recovery.rollbacks, loggers) as writer,
         Display(trainer.console, cfg.steps, step) as display,
-        Profile(cfg.train.profile_steps, Path(cfg.train.run_dir) / "profile", trainer.console.print) as profile,
+        Profile(cfg.train.profile_steps, work_folder(cfg.train.run_dir) / "profile", trainer.console.print) as profile,
     ):
         outputs = Outputs(stopped, writer, display, profile)
         if cfg.routing.anticipation.mode == "auto" and trainer.checkpoints.latest() is None:

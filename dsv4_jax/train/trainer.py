@@ -3,7 +3,6 @@
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,10 +14,11 @@ from dsv4_jax.data.batch import HostBatch
 from dsv4_jax.mesh import use_mesh
 from dsv4_jax.section import RunError
 from dsv4_jax.train.anticipation import RouteQueue, abstract_routes
-from dsv4_jax.train.checkpoint import Checkpoints, parse_source
+from dsv4_jax.train.checkpoint import Checkpoints, find_checkpoint, parse_source
 from dsv4_jax.train.deadlines import Deadlines
 from dsv4_jax.train.feed import Data, check_same_data, read_data
 from dsv4_jax.train.history import History, steps_done
+from dsv4_jax.train.mirror import work_folder
 from dsv4_jax.train.programs import Programs
 from dsv4_jax.train.run_dir import resolved, write_events
 from dsv4_jax.train.state import TrainState, abstract_state
@@ -72,7 +72,7 @@ class Trainer:
             f"step {step}: {kind}: {text}", style="yellow" if kind in ("spike", "rollback", "save") else None
         )
         if jax.process_index() == 0:
-            write_events(Path(self.cfg.train.run_dir), self.history.events)
+            write_events(work_folder(self.cfg.train.run_dir), self.history.events)
 
     def save(self, state: TrainState) -> None:
         """Start to save the run as it is.
@@ -121,7 +121,7 @@ class Trainer:
         with self.timing.during("restore"):
             if source:
                 run_dir, at = parse_source(source)
-                with Checkpoints(run_dir / "checkpoints", self.cfg.train.keep) as others:
+                with Checkpoints(find_checkpoint(run_dir, at).parent, self.cfg.train.keep) as others:
                     found = others.restore(abstract, self.warn, step=at)
             else:
                 found = self.checkpoints.restore(abstract, self.warn, before=before)
