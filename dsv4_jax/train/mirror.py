@@ -282,6 +282,7 @@ def _pull(there: Any, folder: Path, checkpoints: dict[str, list[Any]], small: li
         The manifests by name.
     """
     top, local = there / "checkpoints", folder / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
     wanted = {name: (top / name / manifests.NAME).read_bytes() for name in checkpoints}
     here = _manifests(local)
     for path in list(local.iterdir()) if local.exists() else []:
