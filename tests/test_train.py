@@ -251,7 +251,7 @@ def test_the_time_left_is_that_of_steps_alone():
     assert [line.partition("ETA ")[2] for line in said.getvalue().splitlines()] == ["7 s", "12 s"]
 
 
-POISON = -7  # an MTP target that means nothing, but to the objective below
+POISON, HUGE = -7, -8  # MTP targets that mean nothing, but to the objective below
 
 
 def poisoned_loss(cfg, objective, make=step_module.make_loss):
@@ -259,7 +259,8 @@ def poisoned_loss(cfg, objective, make=step_module.make_loss):
 
     def poisoned(trained, others, buffers, batch, count):
         total, rest = loss(trained, others, buffers, batch, count)
-        return total * jnp.where((batch["mtp_targets"] == POISON).any(), jnp.nan, 1.0), rest
+        factor = jnp.where((batch["mtp_targets"] == POISON).any(), jnp.nan, 1.0)
+        return total * jnp.where((batch["mtp_targets"] == HUGE).any(), 1e25, factor), rest
 
     return poisoned
 
@@ -288,13 +289,15 @@ def test_a_step_that_is_not_finite_changes_nothing(batch, poison, corpus, tmp_pa
     cfg = small(corpus, tmp_path)
     step = jax.jit(make_train_step(cfg))
     first, _ = step(jax.jit(lambda: init_state(cfg))(), put(batch))
-    bad = dict(batch, mtp_targets=np.full_like(batch["mtp_targets"], POISON))
-    after, told = step(first, put(bad))
-    assert (
-        not told["finite"] and math.isnan(told["train/objective"]) and int(after.skipped) == 1 and int(after.step) == 2
-    )
-    same = dataclasses.replace(after, step=first.step, skipped=first.skipped)
-    jax.tree.map(np.testing.assert_array_equal, same, first)
+    # A huge gradient is finite, but its square is not: the step is skipped, and the norm is reported.
+    for mark in (HUGE, POISON):
+        after, told = step(first, put(dict(batch, mtp_targets=np.full_like(batch["mtp_targets"], mark))))
+        assert not told["finite"] and int(after.skipped) == 1 and int(after.step) == 2
+        assert math.isnan(told["train/objective"]) == math.isnan(told["grad_norm"]) == (mark == POISON)
+        same = dataclasses.replace(after, step=first.step, skipped=first.skipped)
+        jax.tree.map(np.testing.assert_array_equal, same, first)
+        if mark == HUGE:
+            assert 1e22 < float(told["grad_norm"]) < 1e30
     (one, told), (two, want) = step(after, put(batch)), step(first, put(batch))
     jax.tree.map(np.testing.assert_array_equal, dataclasses.replace(one, step=two.step, skipped=two.skipped), two)
     assert float(told["lr"]) == float(want["lr"]) and float(told["loss"]) == float(want["loss"])

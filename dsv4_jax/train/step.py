@@ -22,6 +22,7 @@ from dsv4_jax.train.optimizer import group_parameters, make_optimizer, make_sche
 from dsv4_jax.train.state import TrainState, abstract_model
 from dsv4_jax.train.step_metrics import (
     compute_gradient_norms,
+    compute_norm,
     compute_update_ratios,
     loss_metrics,
     measure_balance,
@@ -121,8 +122,9 @@ def make_train_step(
             buffers = update_biases(model, buffers, load_LE, cfg.routing.bias_speed, objective.layers.start)
         # Whether the step counts.
         norms = compute_gradient_norms(grads)
-        norm = jnp.sqrt(sum((n * n).sum() for n in norms.values()))
-        finite = jnp.isfinite(total) & jnp.isfinite(norm)
+        norm = compute_norm(jnp.concatenate([jnp.atleast_1d(n) for n in norms.values()]))
+        # fp32 must hold the norm's square: clipping computes it, and AdamW's second moments are parts of it.
+        finite = jnp.isfinite(total) & jnp.isfinite(norm * norm)
         # A step that is not finite is skipped whole: parameters, moments, the schedule's count and biases stay.
         after = (params, buffers, with_part(state.opt_state, changed))
         before = (state.params, state.buffers, state.opt_state)

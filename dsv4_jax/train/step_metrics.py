@@ -19,9 +19,20 @@ def compute_gradient_norms(grads: nnx.State) -> dict[str, jax.Array]:
     norms = {}
     for path, variable in nnx.to_flat_state(grads):
         axes = tuple(i for i, name in enumerate(variable.axes) if name != "layers")
-        g = variable.get_value().astype(jnp.float32)
-        norms[".".join(map(str, path))] = jnp.sqrt((g * g).sum(axes))
+        norms[".".join(map(str, path))] = compute_norm(variable.get_value(), axes)
     return norms
+
+
+def compute_norm(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
+    """Compute the Euclidean norm of x over `axes`, fp32; no square over- or underflows.
+
+    x is divided by about its largest entry, rounded to a power of two so that the division changes no digit.
+    """
+    x = x.astype(jnp.float32)
+    largest = jnp.abs(x).max(axes, keepdims=True, initial=0)
+    scale = jax.lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=0)
+    scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1)
+    return jnp.sqrt(jnp.square(x / scale).sum(axes)) * scale.squeeze(axes)
 
 
 def measure_balance(load_LE: jax.Array, buffers: nnx.State, names: Sequence[str]) -> dict[str, jax.Array]:
