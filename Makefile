@@ -15,7 +15,7 @@ test-all: check
 	$(BIN)/python -m pytest --hypothesis-profile thorough $(ARGS)
 
 soak: .venv/installed
-	KILLS=200 $(BIN)/python -m pytest tests/test_kill.py --timeout=0 $(ARGS)
+	KILLS=200 $(BIN)/python -m pytest tests/laws/test_kill.py --timeout=0 $(ARGS)
 
 check: .venv/installed
 	$(BIN)/ruff check .

@@ -10,9 +10,9 @@ writes: JAX then compiles, and its warning is ignored.)
 import gc
 import importlib.metadata
 import os
-import pathlib
 
-ROOT = pathlib.Path(__file__).parent.parent
+from support import ROOT
+
 SETTINGS = {
     "JAX_PLATFORMS": "cpu",
     "JAX_NUM_CPU_DEVICES": "8",
@@ -34,8 +34,8 @@ gc.set_threshold(100_000, 50, 100)  # traces are many objects that stay: looking
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
-from golden_models import Golden  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from support.golden_models import Golden  # noqa: E402
 
 from dsv4_jax.mesh import make_mesh  # noqa: E402
 

@@ -7,7 +7,7 @@ norm and all columns nearly the same. Rows whose momentum has almost vanished ar
 The norm of a row's momentum does not matter until it falls below the threshold `tau`. So a row that got one
 gradient, beside rows that get one every step, is updated at full size for about
 ln(0.3 / tau) / ln(1 / momentum) steps. At momentum 0.95 that is 110, 66, 22 and 4 steps for tau of
-1e-3, 1e-2, 0.1 and 0.3 (counted in `tests/test_sinkhorn.py`).
+1e-3, 1e-2, 0.1 and 0.3 (counted in `tests/optim/test_sinkhorn.py`).
 """
 
 import functools
