@@ -181,15 +181,16 @@ def test_a_second_process_is_refused(bucket):
 
 
 @pytest.mark.parametrize(
-    ("holder", "free"),
+    ("process", "host", "age", "free"),
     [
-        (lock_of(1, "another"), False),
-        (lock_of(1, "another", age=1000), True),  # nobody keeps it fresh
-        (lock_of(os.getpid()), False),
-        (lock_of(2**22 + 1), True),  # no process of this host has that number
+        (1, "another", 0, False),
+        (1, "another", 1000, True),  # nobody keeps it fresh
+        (0, None, 0, False),  # this process
+        (2**22 + 1, None, 0, True),  # no process of this host has that number
     ],
 )
-def test_the_lock_of_a_process_that_has_ended_is_taken(bucket, holder, free):
+def test_the_lock_of_a_process_that_has_ended_is_taken(bucket, process, host, age, free):
+    holder = lock_of(process or os.getpid(), *([host] if host else []), age=age)
     bucket.pipe_file("/runs/a/lock", holder)
     if free:
         save(5)
