@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding
 
 from dsv4_jax.config import Config
 from dsv4_jax.data.images import Budget, row_budget
+from dsv4_jax.data.vision_layout import VisionLayout
 from dsv4_jax.mesh import BATCH, act_spec, current_mesh, row_spec
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.token_types import TEXT
@@ -47,7 +48,7 @@ def row_shapes(S: int, budget: Budget | None) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("ids", "segment_ids", "targets", "mtp_targets"), (S,))
     if budget:
         shapes["token_types"] = (S,)
-        shapes["patches"] = budget.patches, 3, *(budget.model.vision_patch_size,) * 2
+        shapes["patches"] = budget.patches, 3, *(budget.vision.patch_size,) * 2
         shapes["image_grids"] = budget.images, 4
     return shapes
 
@@ -70,7 +71,7 @@ def batch_spec(name: str, rank: int) -> jax.P:
 def abstract_batch(cfg: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes, types and shardings of a batch of `rows` rows, on the mesh that is set."""
     padded = lambda size: size + -size % cfg.mesh.context
-    budget = row_budget(cfg)
+    budget = row_budget(VisionLayout.of(cfg.model), cfg.data)
     shapes = row_shapes(padded(cfg.data.seq_len), budget and budget._replace(patches=padded(budget.patches)))
 
     def struct(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:

@@ -9,7 +9,7 @@ from dsv4_jax.data.images import ImageError, Layout, inspect
 from dsv4_jax.data.interleaved import NO_SPANS, Document, interleave
 from dsv4_jax.data.records import PLACE, Record, records
 from dsv4_jax.data.tokenizer import Tokenizer
-from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.data.vision_layout import VisionLayout
 from dsv4_jax.section import ConfigError
 
 _TOGETHER = 256  # records that are tokenised together: `tokenizers` works on the texts of a call in parallel
@@ -19,7 +19,7 @@ Inspected = tuple[Record, list[Layout]]  # a record and what each of its images 
 
 
 def tokenized(
-    path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None = None
+    path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: VisionLayout | None = None
 ) -> Iterator[tuple[Record, Document | None]]:
     """Yield every record of a source of texts with its document, in order; None for a bad record that is skipped.
 
@@ -38,7 +38,7 @@ def tokenized(
             yield from encode(group, path, tokenizer, vision)
 
 
-def inspected(path: str, cfg: DataConfig, vision: ModelConfig | None) -> Iterator[Inspected]:
+def inspected(path: str, cfg: DataConfig, vision: VisionLayout | None) -> Iterator[Inspected]:
     """Yield the records of a source that are not empty, with the layouts of their images if there is `vision`.
 
     Raises:
@@ -73,7 +73,7 @@ def batched(items: Iterable[Inspected], count: int, size: int) -> Iterator[list[
 
 
 def encode(
-    group: list[Inspected], path: str, tokenizer: Tokenizer, vision: ModelConfig | None
+    group: list[Inspected], path: str, tokenizer: Tokenizer, vision: VisionLayout | None
 ) -> Iterator[tuple[Record, Document | None]]:
     """Tokenise the texts of a group in one call, and join those of each record with its images.
 

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 from dsv4_jax.data.images import layout_of
 from dsv4_jax.data.interleaved import Document, interleave
 from dsv4_jax.data.tokenizer import Tokenizer
-from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.data.vision_layout import VisionLayout
 
 PREFIX = "drawn:"  # of the path of such a source; what follows is the path of the texts
 SHORTEST, LONGEST = 8, 16  # characters of a line; what is longer is cut
@@ -48,10 +48,10 @@ def lines(text: str) -> list[str]:
 class Drawn:
     """Makes documents of lines."""
 
-    def __init__(self, tokenizer: Tokenizer, cfg: ModelConfig):
+    def __init__(self, tokenizer: Tokenizer, vision: VisionLayout):
         nothing = np.zeros(0, np.int32)
         self._tokenizer = tokenizer
-        self._start = interleave([nothing, nothing], [layout_of(*SIZE, cfg)], cfg.image_token_id)
+        self._start = interleave([nothing, nothing], [layout_of(*SIZE, vision)], vision.image_token_id)
 
     def documents(self, text: str) -> Iterator[Document]:
         """The documents that a text's lines make."""

@@ -19,7 +19,7 @@ from dsv4_jax.data import drawn, remote
 from dsv4_jax.data.interleaved import Spans
 from dsv4_jax.data.records import sample_hash
 from dsv4_jax.data.tokenizer import Tokenizer
-from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.data.vision_layout import VisionLayout
 from dsv4_jax.section import ConfigError, RunError
 
 # A document in an array of ids: [start, end) without borders, and the hash of its name.
@@ -189,7 +189,7 @@ def table_of(starts: np.ndarray, ends: np.ndarray, keys: np.ndarray) -> np.ndarr
 
 
 def open_id_files(
-    path: str, files: list[Any], cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None
+    path: str, files: list[Any], cfg: DataConfig, tokenizer: Tokenizer, vision: VisionLayout | None
 ) -> Mapped | Joined:
     """Open files of ids, each a stream of documents with borders between them; they have no images.
 
@@ -200,7 +200,7 @@ def open_id_files(
     return parts[0] if len(parts) == 1 else Joined(path, parts)
 
 
-def _open(file: Path, name: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None) -> Mapped:
+def _open(file: Path, name: str, cfg: DataConfig, tokenizer: Tokenizer, vision: VisionLayout | None) -> Mapped:
     ids = _array(file, cfg.bin_type)
     if ids.length * ids.dtype.itemsize < _INDEXED:
         return Mapped(name, ids, _scan(file, ids.read(), tokenizer, vision), tokenizer.border)
@@ -253,7 +253,7 @@ def _header(file: Path, size: int, bin_type: str) -> int:
     return offset
 
 
-def _scan(file: Path, ids: np.ndarray, tokenizer: Tokenizer, vision: ModelConfig | None) -> np.ndarray:
+def _scan(file: Path, ids: np.ndarray, tokenizer: Tokenizer, vision: VisionLayout | None) -> np.ndarray:
     """Read all ids once: check them, and return the `TABLE` of the documents between their borders."""
     borders = [np.array([-1])]
     for first in range(0, len(ids), _CHUNK):

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, ImageOps
 
-from dsv4_jax.config import Config
-from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.config import DataConfig
+from dsv4_jax.data.vision_layout import VisionLayout
 from dsv4_jax.model.token_types import END, IMAGE, NEWLINE, START
 from dsv4_jax.section import ConfigError
 
@@ -46,16 +46,16 @@ class Layout(NamedTuple):
         return self.grid[0] * (self.grid[1] + 1) + 2
 
 
-def layout_of(width: int, height: int, cfg: ModelConfig) -> Layout:
+def layout_of(width: int, height: int, vision: VisionLayout) -> Layout:
     """Compute the layout of an image of `width` x `height` pixels."""
-    p, square, most = cfg.vision_patch_size, cfg.vision_patch_size * cfg.vision_downsample_ratio, cfg.vision_max_n_token
+    p, square, most = vision.patch_size, vision.patch_size * vision.downsample_ratio, vision.max_n_token
     w, h = float(width), float(height)
-    if cfg.vision_max_wh_ratio is not None:
-        w = min(w, h * cfg.vision_max_wh_ratio)
-    if w * h < cfg.vision_min_pixels:
-        scale = math.sqrt(cfg.vision_min_pixels / (w * h))
+    if vision.max_wh_ratio is not None:
+        w = min(w, h * vision.max_wh_ratio)
+    if w * h < vision.min_pixels:
+        scale = math.sqrt(vision.min_pixels / (w * h))
         w, h = max(1, int(w * scale)), max(1, int(h * scale))
-    layout = _layout(math.ceil(w / p), math.ceil(h / p), cfg)
+    layout = _layout(math.ceil(w / p), math.ceil(h / p), vision)
     if layout.positions <= most:
         return layout
     # The largest grid of this shape with room for its line ends: columns x (columns x shape + shape) = most - 2.
@@ -69,12 +69,12 @@ def layout_of(width: int, height: int, cfg: ModelConfig) -> Layout:
     else:
         scale = min(math.floor(columns) * square / w, math.floor(rows) * square / h)
         size = max(1, math.floor(w * scale / p)) * p, max(1, math.floor(h * scale / p)) * p
-    return _layout(size[0] // p, size[1] // p, cfg)
+    return _layout(size[0] // p, size[1] // p, vision)
 
 
-def _layout(columns: int, rows: int, cfg: ModelConfig) -> Layout:
-    """The layout of so many patches."""
-    p, ratio = cfg.vision_patch_size, cfg.vision_downsample_ratio
+def _layout(columns: int, rows: int, vision: VisionLayout) -> Layout:
+    """Make the layout of `rows` x `columns` patches."""
+    p, ratio = vision.patch_size, vision.downsample_ratio
     return Layout((columns * p, rows * p), (rows, columns), (-(-rows // ratio), -(-columns // ratio)))
 
 
@@ -108,62 +108,62 @@ def opened(image: bytes | str | Path | Image.Image) -> Image.Image:
     return found
 
 
-def inspect(image: bytes | str | Path, cfg: ModelConfig) -> Layout:
+def inspect(image: bytes | str | Path, vision: VisionLayout) -> Layout:
     """The layout of an image, which is decoded to see that it can be.
 
     Raises:
         ImageError: if it cannot, or is so thin that nothing is left of it at its new size.
     """
     width, height = opened(image).size
-    layout = layout_of(width, height, cfg)
+    layout = layout_of(width, height, vision)
     if min(layout.size[0] / width, layout.size[1] / height) * min(width, height) <= 0.5:
         raise ImageError(f"{width} x {height} is too thin: less than a pixel at {layout.size[0]} x {layout.size[1]}")
     return layout
 
 
-def read(image: bytes | str | Path | Image.Image, cfg: ModelConfig) -> np.ndarray:
+def read(image: bytes | str | Path | Image.Image, vision: VisionLayout) -> np.ndarray:
     """An image's patches in reading order, float32 [n, 3, p, p] in [-1, 1]: its RGB, resized and bordered in grey.
 
     Raises:
         ImageError: if it cannot be read.
     """
     picture = opened(image).convert("RGB")
-    layout = layout_of(*picture.size, cfg)
+    layout = layout_of(*picture.size, vision)
     pixels = np.asarray(ImageOps.pad(picture, layout.size, color=GREY), np.float32)
     rows, columns = layout.patches
-    p = cfg.vision_patch_size
+    p = vision.patch_size
     patches = pixels.reshape(rows, p, columns, p, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, p, p)
     return (patches / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
 
 
 class Budget(NamedTuple):
-    """What a row of a batch holds of images.
+    """The room for images in a row of a batch.
 
     Attributes:
-        model: says what an image becomes.
-        patches: of all images of a row, at most.
-        images: of a row, at most.
+        vision: decides what an image becomes.
+        patches: most patches of all images of a row.
+        images: most images of a row.
     """
 
-    model: ModelConfig
+    vision: VisionLayout
     patches: int
     images: int
 
 
-def row_budget(cfg: Config) -> Budget | None:
-    """The budget of a run's rows; None for a model without vision.
+def row_budget(vision: VisionLayout | None, data: DataConfig) -> Budget | None:
+    """Compute the room for images in a row; None without vision.
 
     `data.row_patches = 0`: room for an image of any size, and for a quarter of the row's positions as images.
-    `data.row_images = 0`: as many as those patches hold of the smallest size.
+    `data.row_images = 0`: as many images as those patches hold of the smallest size.
+
+    Raises:
+        ConfigError: if no image fits into the positions that the model allows it.
     """
-    model, data = cfg.model, cfg.data
-    if not model.vision_n_layers:
+    if vision is None:
         return None
-    if model.vision_max_n_token < 4:
-        raise ConfigError(
-            f"model.vision_max_n_token = {model.vision_max_n_token} must be 4 at least: the smallest image"
-        )
-    positions = min(data.seq_len, max(model.vision_max_n_token, data.seq_len // 4))
-    patches = data.row_patches or positions * model.vision_downsample_ratio**2
-    smallest = max(1, model.vision_min_pixels // model.vision_patch_size**2)
-    return Budget(model, patches, data.row_images or max(1, patches // smallest))
+    if vision.max_n_token < 4:
+        raise ConfigError(f"model.vision_max_n_token = {vision.max_n_token} must be 4 at least: the smallest image")
+    positions = min(data.seq_len, max(vision.max_n_token, data.seq_len // 4))
+    patches = data.row_patches or positions * vision.downsample_ratio**2
+    smallest = max(1, vision.min_pixels // vision.patch_size**2)
+    return Budget(vision, patches, data.row_images or max(1, patches // smallest))

@@ -3,12 +3,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from dsv4_jax.data.images import Layout
-from dsv4_jax.model.config import ModelConfig
 
 
 class Document(NamedTuple):
@@ -74,9 +73,3 @@ class Spans:
     def total(self, of_images: np.ndarray) -> np.ndarray:
         """Sums over each document's images of a number for every image: int64 [documents]."""
         return np.diff(np.concatenate([[0], np.cumsum(of_images)])[self.ends], prepend=0)
-
-
-def vision_settings(cfg: ModelConfig) -> dict[str, Any]:
-    """What of a model decides how many positions an image takes, and what is in them."""
-    keys = "patch_size downsample_ratio max_n_token min_pixels max_wh_ratio"
-    return {"image_token_id": cfg.image_token_id} | {k: getattr(cfg, f"vision_{k}") for k in keys.split()}

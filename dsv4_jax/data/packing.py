@@ -179,7 +179,7 @@ def _check_images(source: Source, S: int, budget: Budget) -> None:
             raise ConfigError(
                 f"{source.name}: image {number} of document {document + 1} takes {sizes[worst]:,} {unit}, more than "
                 f"the {most:,} of a row: raise {key} or lower model.vision_max_n_token = "
-                f"{budget.model.vision_max_n_token}"
+                f"{budget.vision.max_n_token}"
             )
 
 

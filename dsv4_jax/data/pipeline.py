@@ -16,7 +16,7 @@ from dsv4_jax.data.batch import HostBatch, empty_row
 from dsv4_jax.data.images import Budget, ImageError, read, token_types
 from dsv4_jax.data.packing import ORIGIN, Part, Piece, Position, RowPlan
 from dsv4_jax.data.sources import Source
-from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.data.vision_layout import VisionLayout
 from dsv4_jax.section import RunError
 
 
@@ -37,23 +37,23 @@ def fill(
             assert budget and source.spans
             start, positions, rows, columns = source.spans.table[image].tolist()
             start += at - first
-            ratio = budget.model.vision_downsample_ratio
+            ratio = budget.vision.downsample_ratio
             types = token_types((-(-rows // ratio), -(-columns // ratio)))
             batch["token_types"][start : start + positions] = types
             batch["image_grids"][count] = number, start, rows, columns
-            batch["patches"][used : used + rows * columns] = _patches(source, image, budget.model)
+            batch["patches"][used : used + rows * columns] = _patches(source, image, budget.vision)
             count, used = count + 1, used + rows * columns
         at += n
     if budget:
-        batch["targets"][batch["targets"] == budget.model.image_token_id] = -1
-        no_target = (batch["targets"] < 0) | (batch["mtp_targets"] == budget.model.image_token_id)
+        batch["targets"][batch["targets"] == budget.vision.image_token_id] = -1
+        no_target = (batch["targets"] < 0) | (batch["mtp_targets"] == budget.vision.image_token_id)
         batch["mtp_targets"][no_target] = -1
     return batch
 
 
-def _patches(source: Source, image: int, model: ModelConfig) -> np.ndarray:
+def _patches(source: Source, image: int, vision: VisionLayout) -> np.ndarray:
     try:
-        return read(source.image(image), model)
+        return read(source.image(image), vision)
     except ImageError as error:  # it could be read before
         raise RunError(f"{source.name}: image {image + 1} of all cannot be read any more: {error}") from error
 

@@ -19,7 +19,7 @@ from dsv4_jax.data.documents import tokenized
 from dsv4_jax.data.drawn import PREFIX
 from dsv4_jax.data.ids import table_of
 from dsv4_jax.data.images import row_budget
-from dsv4_jax.data.interleaved import Document, vision_settings
+from dsv4_jax.data.interleaved import Document
 from dsv4_jax.data.packing import RowPlan, split
 from dsv4_jax.data.records import INDEX, TOKENS, ArrayRecordWriter, find
 from dsv4_jax.data.sources import (
@@ -37,7 +37,7 @@ from dsv4_jax.data.sources import (
     prepared_folder,
 )
 from dsv4_jax.data.tokenizer import Tokenizer, load_tokenizer
-from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.data.vision_layout import VisionLayout
 
 _SHARD = 1 << 32  # bytes of ids and images in a shard: few files, since a run keeps all of them open
 
@@ -48,7 +48,7 @@ def run(cfg: Config, console: Console) -> None:
     Raises:
         ConfigError: if a source or the tokenizer cannot be used.
     """
-    data, vision = cfg.data, cfg.model if cfg.model.vision_n_layers else None
+    data, vision = cfg.data, VisionLayout.of(cfg.model)
     tokenizer = load_tokenizer(data.tokenizer, data.border)
     for path in [*data.paths, *filter(None, [data.held_out_path])]:
         with remote.reading(path, data.prepared):
@@ -59,7 +59,7 @@ def run(cfg: Config, console: Console) -> None:
             console.print(line)
 
 
-def _prepare(path: str, data: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None, console: Console) -> None:
+def _prepare(path: str, data: DataConfig, tokenizer: Tokenizer, vision: VisionLayout | None, console: Console) -> None:
     """Make the tokens of one source, unless they are there already or it is one of ids."""
     if path.startswith(PREFIX) or made_ahead(path):
         return  # nothing to store; done
@@ -83,7 +83,7 @@ def write_shards(
     folder: Any,
     size: int,
     console: Console,
-    vision: ModelConfig | None = None,
+    vision: VisionLayout | None = None,
 ) -> None:
     """Tokenise a source into shards under an index; the folder appears when all of it is done.
 
@@ -122,7 +122,7 @@ def write_shards(
         "shards": shards.done,
     }
     if vision:
-        index["vision"] = vision_settings(vision)
+        index["vision"] = vision._asdict()
     (new / INDEX).write_text(json.dumps(index, indent=1) + "\n")
     if here:
         new.replace(folder)
@@ -185,7 +185,7 @@ def describe(source: Source, cfg: Config, tokenizer: Tokenizer) -> Iterator[str]
     yield f"{source.name}: {len(lengths):,} documents, {tokens}, {source.skipped:,} records skipped"
     quarters = ", ".join(f"{int(q):,}" for q in np.quantile(lengths, [0, 0.25, 0.5, 0.75, 1]))
     yield f"  lengths (least, quartiles, most): {quarters}"
-    budget = row_budget(cfg)
+    budget = row_budget(VisionLayout.of(cfg.model), cfg.data)
     if budget and (spans := source.spans):
         seen = int(spans.table[:, 1].sum())
         yield (

@@ -16,10 +16,10 @@ from dsv4_jax.config import DataConfig
 from dsv4_jax.data import drawn, remote
 from dsv4_jax.data.documents import tokenized
 from dsv4_jax.data.ids import ArrayFile, Flat, Joined, Mapped, open_id_files
-from dsv4_jax.data.interleaved import NO_SPANS, Spans, vision_settings
+from dsv4_jax.data.interleaved import NO_SPANS, Spans
 from dsv4_jax.data.records import INDEX, TOKENS, ArrayRecordReader, find, sample_hash
 from dsv4_jax.data.tokenizer import Tokenizer, load_tokenizer
-from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.data.vision_layout import VisionLayout
 from dsv4_jax.section import ConfigError
 
 IDS, DOCUMENTS = ".ids", ".npy"  # of a shard: the ids of its documents, one after another; their `TABLE`
@@ -69,14 +69,14 @@ class Source(Protocol):
 class TokenShards(Joined):
     """Documents that the `data` command has tokenised: mapped files of ids under an index, images in ArrayRecord."""
 
-    def __init__(self, folder: Any, tokenizer: Tokenizer, vision: ModelConfig | None = None):
+    def __init__(self, folder: Any, tokenizer: Tokenizer, vision: VisionLayout | None = None):
         index = _read_index(folder)
         if index["fingerprint"] != tokenizer.fingerprint:
             raise ConfigError(
                 f"{folder} was made with the tokenizer {index['tokenizer']}, not with this {tokenizer.name}: "
                 "run the data command again, or set data.tokenizer and data.border as they were"
             )
-        made, now = index.get("vision"), vision and vision_settings(vision)
+        made, now = index.get("vision"), vision and vision._asdict()
         if made and made != now:
             raise ConfigError(
                 f"{folder} holds images for a model of {made}, but this one has {now or 'no vision'}: run the data "
@@ -142,7 +142,7 @@ def _read_index(folder: Any) -> dict[str, Any]:
         raise ConfigError(f"{folder / INDEX} is damaged ({error}); run the data command again") from error
 
 
-def id_type(tokenizer: Tokenizer, vision: ModelConfig | None = None) -> np.dtype:
+def id_type(tokenizer: Tokenizer, vision: VisionLayout | None = None) -> np.dtype:
     """Return the smallest type that holds the tokenizer's ids and that of images."""
     most = max(tokenizer.size, vision.image_token_id + 1 if vision else 0)
     return np.dtype(np.uint16 if most <= 1 << 16 else np.uint32)
@@ -153,7 +153,7 @@ def key_of(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def prepared_folder(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None = None) -> Any:
+def prepared_folder(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: VisionLayout | None = None) -> Any:
     """Return the folder of a source's tokens: the one that the `data` command has made, else the one it will make.
 
     Its name ends with a digest of the files (names within the source, sizes and a sample of their content), the
@@ -166,7 +166,7 @@ def prepared_folder(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: Mo
     if vision:
         folder = remote.open_path(path, "data.path")
         beside = "" if folder.is_dir() else str(root.resolve())  # of a lone file, images lie outside the source
-        told += [cfg.image_field, vision_settings(vision), beside]
+        told += [cfg.image_field, vision._asdict(), beside]
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
     prepared = remote.open_path(cfg.prepared, "data.prepared")
     there = sorted(prepared.glob(f"*-{digest}")) if prepared.is_dir() else []
@@ -183,7 +183,7 @@ def made_ahead(path: str) -> Any:
     return folder if (folder / INDEX).is_file() else None
 
 
-def open_source(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None = None) -> Source:
+def open_source(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: VisionLayout | None = None) -> Source:
     """Open the documents of one source; with images, if there is a model with `vision` for them.
 
     Raises:
@@ -193,7 +193,7 @@ def open_source(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelC
         return _checked(_open(path, cfg, tokenizer, vision), path)
 
 
-def _open(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None) -> Source:
+def _open(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: VisionLayout | None) -> Source:
     """See `open_source`."""
     if folder := made_ahead(path):
         return TokenShards(folder, tokenizer, vision)
@@ -227,7 +227,7 @@ def _checked(source: Source, path: str) -> Source:
     return source
 
 
-def _in_memory(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelConfig | None) -> Flat:
+def _in_memory(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: VisionLayout | None) -> Flat:
     kind = id_type(tokenizer, vision)
     bodies, keys, spans, images, skipped, size = [], [], [], [], 0, 0
     for record, document in tokenized(path, cfg, tokenizer, vision):
@@ -248,7 +248,7 @@ def _in_memory(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: ModelCo
 
 
 def open_sources(
-    cfg: DataConfig, vocab: int, vision: ModelConfig | None = None
+    cfg: DataConfig, vocab: int, vision: VisionLayout | None = None
 ) -> tuple[list[Source], Source | None, Tokenizer]:
     """Open the sources to train on, in the order of `data.paths`, the one to evaluate on, if it is another, and the
     tokenizer.
@@ -256,7 +256,7 @@ def open_sources(
     Args:
         cfg: what to read.
         vocab: ids of the model.
-        vision: the model, if it sees images.
+        vision: layout of images; None: the model sees none.
 
     Raises:
         ConfigError: for anything that is wrong with them.

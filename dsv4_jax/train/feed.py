@@ -18,11 +18,11 @@ from dsv4_jax.config import Config
 from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.batch import HostBatch
 from dsv4_jax.data.images import row_budget
-from dsv4_jax.data.interleaved import vision_settings
 from dsv4_jax.data.packing import Part, Position, RowPlan, part, split
 from dsv4_jax.data.pipeline import Stream
 from dsv4_jax.data.sources import Source, open_sources
 from dsv4_jax.data.tokenizer import Tokenizer
+from dsv4_jax.data.vision_layout import VisionLayout
 from dsv4_jax.mesh import row_spec
 from dsv4_jax.section import ConfigError
 from dsv4_jax.train.history import History
@@ -65,8 +65,8 @@ def read_data(cfg: Config) -> list[Data]:
     stages = cfg.resolved_stages
     paths = list(dict.fromkeys(path for stage in stages for path in stage.cfg.data.paths))
     everything = dataclasses.replace(cfg.data, path="", mixture=dict.fromkeys(paths, 1.0))
-    budget = row_budget(stages[0].cfg)
-    sources, other, tokenizer = open_sources(everything, cfg.model.vocab_size, cfg.model if budget else None)
+    vision = VisionLayout.of(cfg.model)
+    sources, other, tokenizer = open_sources(everything, cfg.model.vocab_size, vision)
     opened, seen, plans = dict(zip(paths, sources, strict=True)), dict.fromkeys(paths, 0.0), []
     fingerprints = {path: fingerprint(source) for path, source in opened.items()}
     for stage in stages:
@@ -86,7 +86,8 @@ def _plan(
     """Plan a stage that begins after the epochs `seen` of every path; return the epochs seen after it too."""
     cfg = stage.cfg
     data, S, weights = cfg.data, cfg.data.seq_len, cfg.data.paths
-    budget, sources = row_budget(cfg), [opened[path] for path in weights]
+    budget = row_budget(VisionLayout.of(cfg.model), data)
+    sources = [opened[path] for path in weights]
     # The documents to train on and those held out: of the same sources, or of a source of their own.
     if other is None:
         training, held_out = zip(*(split(source, data, S, budget) for source in sources), strict=True)
@@ -113,7 +114,7 @@ def _plan(
     documents += [(fingerprints[path], p.tokens, len(p.documents)) for path, p in zip(weights, training, strict=True)]
     planned: list[Any] = [S, list(weights.values())]
     if budget:
-        planned += [vision_settings(cfg.model), budget[1:]]
+        planned += [budget.vision._asdict(), budget[1:]]
     if stage.number or not endless:
         planned.append([(begin, 0 if endless else end) for begin, end in epochs])
     skipped = sum(source.skipped for source in [*sources, *filter(None, [other])])

@@ -24,6 +24,7 @@ from dsv4_jax.data.packing import Part, RowPlan, part
 from dsv4_jax.data.prepare import run
 from dsv4_jax.data.sources import Flat, key_of, open_source, prepared_folder
 from dsv4_jax.data.tokenizer import Bytes
+from dsv4_jax.data.vision_layout import VisionLayout
 
 
 def source(lengths, spans=None):
@@ -62,7 +63,7 @@ def test_a_piece_of_a_cut_document_is_found_without_cutting_it_again(monkeypatch
     n = 40
     spans = np.array([[1 + 8 * i, 5, 2, 3] for i in range(n)], np.int32)
     s, S = source([8 * n], Spans.of([spans])), 20
-    p = part(s, np.ones(1, bool), S, Budget(small_config(), 12, 2))
+    p = part(s, np.ones(1, bool), S, Budget(VisionLayout(63, 2, 2, 24, 1, None), 12, 2))
     monkeypatch.setattr(Part, "cut", lambda *_: pytest.fail("cut again"))
     pieces = [p.numbered(i) for i in range(p.pieces)]
     assert [i for piece in pieces for i in piece.images] == list(range(n))

@@ -22,6 +22,7 @@ from dsv4_jax.data.packing import split
 from dsv4_jax.data.prepare import run
 from dsv4_jax.data.sources import open_source, open_sources
 from dsv4_jax.data.tokenizer import Bytes
+from dsv4_jax.data.vision_layout import VisionLayout
 from dsv4_jax.mesh import make_mesh
 from dsv4_jax.train.feed import read_data, streams
 
@@ -40,7 +41,7 @@ def drawn_config(tmp_path, **changes):
 def test_drawn_lines_are_pictures_and_their_text(tmp_path):
     assert drawn.lines(TEXT) == ["first line of th", "def f(self, a, b"]
     cfg = drawn_config(tmp_path)
-    s = open_source(cfg.data.path, cfg.data, Bytes(), cfg.model)
+    s = open_source(cfg.data.path, cfg.data, Bytes(), VisionLayout.of(cfg.model))
     line = "first line of th"
     assert s.tokens(0, 0, 99).tolist() == [256, *[257] * (16 + 1 + 2), *line.encode(), 256]
     assert s.spans.table[0].tolist() == [1, 19, 2, 32]
@@ -49,9 +50,9 @@ def test_drawn_lines_are_pictures_and_their_text(tmp_path):
     np.testing.assert_array_equal(picture, np.asarray(drawn.draw(line)))
     letters = [drawn.draw(chr(c)).tobytes() for c in range(32, 127)]
     assert len(set(letters)) == 95  # all can be told apart
-    text = open_source(str(tmp_path), cfg.data, Bytes(), cfg.model)
+    text = open_source(str(tmp_path), cfg.data, Bytes(), VisionLayout.of(cfg.model))
     assert set(s.keys.tolist()) == set(text.keys.tolist())  # a held-out file is neither read nor drawn
-    train, held_out = split(s, cfg.data, 120, row_budget(cfg))
+    train, held_out = split(s, cfg.data, 120, row_budget(VisionLayout.of(cfg.model), cfg.data))
     assert train.pieces and held_out.pieces
     assert not set(s.keys[train.documents].tolist()) & set(s.keys[held_out.documents].tolist())
     said = io.StringIO()
@@ -62,7 +63,7 @@ def test_drawn_lines_are_pictures_and_their_text(tmp_path):
 def test_records_that_are_drawn_need_no_images(tmp_path):
     (tmp_path / "r.jsonl").write_text(json.dumps({"text": "a <image> of a cat", "images": ["no/such.png"]}) + "\n")
     path = f"drawn:{tmp_path / 'r.jsonl'}"
-    s = open_source(path, DataConfig(path=path), Bytes(), drawn_config(tmp_path).model)
+    s = open_source(path, DataConfig(path=path), Bytes(), VisionLayout.of(drawn_config(tmp_path).model))
     assert s.tokens(0, 0, 99).tolist()[-17:] == [*b"a <image> of a c", 256]
 
 
@@ -74,12 +75,12 @@ def test_pictures_need_a_model_that_sees():
 def test_the_default_budget_follows_the_row():
     """Room for the largest image, or for a quarter of the row; never for more than the row."""
     official = small_config(vocab_size=258, vision_n_layers=1, vision_dim=8, vision_n_heads=2, image_token_id=257)
-    budget = lambda **data: row_budget(Config(model=official, data=DataConfig(**data), train=STEP))[1:]
+    budget = lambda **data: row_budget(VisionLayout.of(official), DataConfig(**data))[1:]
     assert budget(seq_len=65536) == (9 * 16384, 9 * 16384 // 1509)
     assert budget(seq_len=2048) == (9 * 1024, 6)
     assert budget(seq_len=512) == (9 * 512, 3)
     assert budget(seq_len=512, row_patches=7, row_images=9) == (7, 9)
-    assert row_budget(Config(model=small_config(), train=STEP)) is None
+    assert row_budget(VisionLayout.of(small_config()), DataConfig()) is None
 
 
 # On the devices

@@ -15,6 +15,7 @@ from support.golden_models import small_config
 
 from dsv4_jax.data import images
 from dsv4_jax.data.images import ImageError, Layout, inspect, layout_of, read, token_types
+from dsv4_jax.data.vision_layout import VisionLayout
 
 OFFICIAL = dict(
     vision_n_layers=1,
@@ -29,7 +30,7 @@ OFFICIAL = dict(
 
 
 def vision(**changes):
-    return small_config(**(OFFICIAL | changes))
+    return VisionLayout.of(small_config(**(OFFICIAL | changes)))
 
 
 CFG = vision()
@@ -65,8 +66,8 @@ def test_an_enlarged_size_is_cut_to_whole_pixels():
 
 
 def obeys(layout, cfg):
-    p, ratio = cfg.vision_patch_size, cfg.vision_downsample_ratio
-    assert layout.positions <= cfg.vision_max_n_token
+    p, ratio = cfg.patch_size, cfg.downsample_ratio
+    assert layout.positions <= cfg.max_n_token
     assert layout.patches == (layout.size[1] / p, layout.size[0] / p)
     assert layout.grid == tuple(math.ceil(n / ratio) for n in layout.patches)
     assert min(layout.grid) >= 1

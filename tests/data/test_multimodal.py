@@ -28,6 +28,7 @@ from dsv4_jax.data.pipeline import Stream
 from dsv4_jax.data.prepare import run
 from dsv4_jax.data.sources import Flat, open_source, open_sources, prepared_folder
 from dsv4_jax.data.tokenizer import Bytes
+from dsv4_jax.data.vision_layout import VisionLayout
 
 BORDER, IMAGE_ID = Bytes.border, 257
 VISION = dict(
@@ -41,6 +42,7 @@ VISION = dict(
     image_token_id=IMAGE_ID,
 )
 MODEL = small_config(vocab_size=258, **VISION)
+LAYOUT = VisionLayout.of(MODEL)
 
 
 @functools.cache
@@ -57,7 +59,7 @@ def source(documents, name="s"):
         texts, layouts = [[]], []
         for item in document:
             if isinstance(item, tuple):
-                layouts.append(layout_of(*item, MODEL))
+                layouts.append(layout_of(*item, LAYOUT))
                 images.append(png(*item, len(images) + 1))
                 texts.append([])
             else:
@@ -100,7 +102,7 @@ documents = st.lists(
 
 @given(documents, st.integers(14, 40), st.integers(25, 60), st.integers(1, 4), st.integers(1, 3))
 def test_every_token_and_every_image_once_and_whole(docs, S, most_patches, most_images, B):
-    s, budget = source(docs), Budget(MODEL, most_patches, most_images)
+    s, budget = source(docs), Budget(LAYOUT, most_patches, most_images)
     pieces = []  # (document is unknown: pieces are found again by their content)
     for batch in Stream(one_plan(s, S, budget, repeat=False), B):
         assert batch["patches"].shape == (B, most_patches, 3, 2, 2) and batch["patches"].dtype == np.float32
@@ -144,17 +146,17 @@ def check_images(batch, row):
 def test_a_row_with_two_images_by_hand():
     """No target is the id of images; the END predicts the text after it, and so does a text before an image nothing."""
     s = source([[[1, 2], (6, 3), [3, 4]], [(2, 2)]])
-    batch = next(Stream(one_plan(s, 24, Budget(MODEL, 8, 3), repeat=False), 2))
+    batch = next(Stream(one_plan(s, 24, Budget(LAYOUT, 8, 3), repeat=False), 2))
     assert batch["ids"][0].tolist() == [256, 1, 2, *[257] * 5, 3, 4, 256, *[257] * 4, *[0] * 9]
     assert batch["segment_ids"][0].tolist() == [*[1] * 10, *[2] * 5, *[0] * 9]
     assert batch["token_types"][0].tolist() == [-1, -1, -1, 0, 1, 1, 2, 3, -1, -1, -1, 0, 1, 2, 3, *[-1] * 9]
     assert batch["targets"][0].tolist() == [1, 2, *[-1] * 5, 3, 4, 256, *[-1] * 4, 256, *[-1] * 9]
     assert batch["mtp_targets"][0].tolist() == [2, *[-1] * 6, 4, 256, *[-1] * 15]
     assert batch["image_grids"].tolist() == [[[0, 3, 2, 3], [0, 11, 1, 1], [0] * 4], [[0] * 4] * 3]
-    np.testing.assert_array_equal(batch["patches"][0, :6], read(png(6, 3, 1), MODEL))
-    np.testing.assert_array_equal(batch["patches"][0, 6:7], read(png(2, 2, 2), MODEL))
+    np.testing.assert_array_equal(batch["patches"][0, :6], read(png(6, 3, 1), LAYOUT))
+    np.testing.assert_array_equal(batch["patches"][0, 6:7], read(png(2, 2, 2), LAYOUT))
     assert not batch["patches"][0, 7:].any() and not batch["patches"][1].any()
-    padded = next(Stream(one_plan(s, 24, Budget(MODEL, 7, 3), repeat=False), 2, multiple=8))
+    padded = next(Stream(one_plan(s, 24, Budget(LAYOUT, 7, 3), repeat=False), 2, multiple=8))
     np.testing.assert_equal(padded, batch)
 
 
@@ -162,7 +164,7 @@ def test_a_document_is_cut_before_an_image_that_does_not_fit():
     s = source([[[1] * 6, (6, 3), [2] * 3, (6, 3), (6, 3), [3] * 9]])  # 1 + 6, 5, 3, 5, 5, 9 inputs
 
     def lengths(S, patches, images):
-        p = whole(s, S, Budget(MODEL, patches, images))
+        p = whole(s, S, Budget(LAYOUT, patches, images))
         assert p.pieces == len(p.cut(0))
         pieces = [p.piece(0, number) for number in range(p.pieces)]
         return [(piece.length, len(piece.images), piece.patches) for piece in pieces]
@@ -178,9 +180,9 @@ def test_an_image_that_fits_in_no_row_names_the_keys():
     with pytest.raises(
         ds.ConfigError, match=r"s: image 2 of document 2 takes 14 positions.* 13 of a row.*data.seq_len"
     ):
-        whole(s, 13, Budget(MODEL, 99, 9))
+        whole(s, 13, Budget(LAYOUT, 99, 9))
     with pytest.raises(ds.ConfigError, match=r"takes 25 patches, more than the 24.*data.row_patches.*vision_max_n_tok"):
-        whole(s, 14, Budget(MODEL, 24, 9))
+        whole(s, 14, Budget(LAYOUT, 24, 9))
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30), st.integers(0, 3)), max_size=200))
@@ -199,7 +201,7 @@ def mixed():
 
 def test_the_stream_is_the_same_for_any_workers_processes_and_after_a_resume(monkeypatch):
     monkeypatch.setattr(packing, "BLOCK", 16)
-    s, budget = mixed(), Budget(MODEL, 40, 3)
+    s, budget = mixed(), Budget(LAYOUT, 40, 3)
     make = lambda **options: Stream(one_plan(s, 80, budget, seed=3), 4, **options)
     want = list(itertools.islice(make(), 30))
     for workers in (2, 8):
@@ -223,7 +225,7 @@ def test_a_process_decodes_its_own_rows_only():
             asked.append(number)
             return super().__getitem__(number)
 
-    s, budget = mixed(), Budget(MODEL, 40, 3)
+    s, budget = mixed(), Budget(LAYOUT, 40, 3)
     s = dataclasses.replace(s, images=Watched(s.images))
     everything = next(Stream(one_plan(s, 80, budget), 4))
     assert len(asked) == (everything["image_grids"][..., 2] > 0).sum()
@@ -236,7 +238,7 @@ def test_seven_to_one_counts_positions():
     """By weights of a mixture: 7 text, 1 multimodal; an image's positions are tokens."""
     text = source([[[1] * (5 + i % 50)] for i in range(3000)], "text")
     pictures = source([[(1 + i % 9, 1 + i % 9), [2] * (i % 20)] for i in range(500)], "pictures")
-    budget = Budget(MODEL, 100, 9)
+    budget = Budget(LAYOUT, 100, 9)
     both = RowPlan([whole(s, 60, budget) for s in (text, pictures)], [7.0, 1.0], 60, 0, True, budget)
     tokens = np.zeros(2)
     for batch in itertools.islice(Stream(both, 8), 200):
@@ -250,7 +252,7 @@ def test_seven_to_one_counts_positions():
 
 def test_rows_of_text_alone_are_those_of_a_model_without_vision():
     text = [[[i % 250] * (i + 1)] for i in range(60)]
-    with_vision = next(Stream(one_plan(source(text), 64, Budget(MODEL, 4, 1), seed=1), 4))
+    with_vision = next(Stream(one_plan(source(text), 64, Budget(LAYOUT, 4, 1), seed=1), 4))
     without = next(Stream(one_plan(source(text), 64, None, seed=1), 4))
     assert sorted(without) == ["ids", "mtp_targets", "segment_ids", "targets"]
     assert sorted(with_vision) == sorted([*without, "image_grids", "patches", "token_types"])
@@ -306,24 +308,24 @@ def same(got, images=True):
 def test_records_with_images_now_and_ahead(tmp_path, kind):
     path = str(write(tmp_path, kind))
     data = DataConfig(path=path, prepared=str(tmp_path / "prepared"), seq_len=40)
-    same(open_source(path, data, Bytes(), MODEL))
+    same(open_source(path, data, Bytes(), LAYOUT))
     cfg, said = Config(model=MODEL, data=data, train=TrainConfig(steps=200)), io.StringIO()
     run(cfg, Console(file=said, width=200))
     words = ["3 images of 13 patches in 2 documents", "14 positions of images", "padding", "patches of a row", "sample"]
     assert all(word in said.getvalue() for word in words), said.getvalue()
-    ahead = open_source(path, data, Bytes(), MODEL)
+    ahead = open_source(path, data, Bytes(), LAYOUT)
     assert type(ahead).__name__ == "TokenShards"
     same(ahead)
-    folder = str(prepared_folder(path, data, Bytes(), MODEL))
-    same(open_source(folder, data, Bytes(), MODEL))
-    for model in (small_config(vocab_size=258, **VISION | {"vision_min_pixels": 4}), None):
+    folder = str(prepared_folder(path, data, Bytes(), LAYOUT))
+    same(open_source(folder, data, Bytes(), LAYOUT))
+    for other in (LAYOUT._replace(min_pixels=4), None):
         with pytest.raises(ds.ConfigError, match="holds images for a model of"):
-            open_source(folder, data, Bytes(), model)
-    assert prepared_folder(path, data, Bytes()) != prepared_folder(path, data, Bytes(), MODEL)
+            open_source(folder, data, Bytes(), other)
+    assert prepared_folder(path, data, Bytes()) != prepared_folder(path, data, Bytes(), LAYOUT)
     images = next((tmp_path / "prepared").rglob("*.images.array_record"))
     images.write_bytes(images.read_bytes()[:-1])
     with pytest.raises(ds.ConfigError, match=r"00000.images.array_record has"):
-        open_source(path, data, Bytes(), MODEL)
+        open_source(path, data, Bytes(), LAYOUT)
 
 
 def test_a_column_of_bare_images_and_several_shards(tmp_path, monkeypatch):
@@ -333,14 +335,14 @@ def test_a_column_of_bare_images_and_several_shards(tmp_path, monkeypatch):
     ]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     data = DataConfig(path=str(tmp_path / "a.parquet"), prepared=str(tmp_path / "prepared"), seq_len=40)
-    now = open_source(data.path, data, Bytes(), MODEL)
+    now = open_source(data.path, data, Bytes(), LAYOUT)
     run(Config(model=MODEL, data=data, train=TrainConfig(steps=200)), Console(file=io.StringIO()))
-    ahead = open_source(data.path, data, Bytes(), MODEL)
+    ahead = open_source(data.path, data, Bytes(), LAYOUT)
     assert type(ahead).__name__ == "TokenShards" and len(ahead._names) > 2
     np.testing.assert_array_equal(ahead.spans.table, now.spans.table)
     np.testing.assert_array_equal(ahead.spans.ends, now.spans.ends)
     assert [ahead.image(i) for i in range(4)] == list(now.images) == [png(1 + i, 2, i) for i in range(1, 9, 2)]
-    budget = row_budget(Config(model=MODEL, data=data, train=TrainConfig(steps=200)))
+    budget = row_budget(LAYOUT, data)
     np.testing.assert_equal(next(Stream(one_plan(ahead, 40, budget), 2)), next(Stream(one_plan(now, 40, budget), 2)))
 
 
@@ -366,8 +368,8 @@ def test_a_bad_image_is_named_or_its_record_skipped(tmp_path, name):
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     path = str(tmp_path / "r.jsonl")
     with pytest.raises(ds.ConfigError, match=f"r.jsonl', record r.jsonl:2: .*{words}.*data.on_error"):
-        open_source(path, DataConfig(path=path), Bytes(), MODEL)
-    got = open_source(path, DataConfig(path=path, on_error="skip"), Bytes(), MODEL)
+        open_source(path, DataConfig(path=path), Bytes(), LAYOUT)
+    got = open_source(path, DataConfig(path=path, on_error="skip"), Bytes(), LAYOUT)
     assert got.skipped == 1 and len(got.lengths) == 1 and len(got.spans.table) == 1
 
 
@@ -381,7 +383,7 @@ def test_the_id_of_images_means_nothing_else(tmp_path):
     np.array([1, 257], np.uint16).tofile(tmp_path / "a.bin")
     with pytest.raises(ds.ConfigError, match=r"a.bin.* position 1"):
         data = DataConfig(path=str(tmp_path / "a.bin"))
-        open_source(data.path, data, Bytes(), small_config(vocab_size=300, **VISION | {"image_token_id": 257}))
+        open_source(data.path, data, Bytes(), LAYOUT._replace(image_token_id=257))
 
 
 def test_too_many_images_are_to_be_read_ahead(tmp_path, monkeypatch):
@@ -392,4 +394,4 @@ def test_too_many_images_are_to_be_read_ahead(tmp_path, monkeypatch):
     (tmp_path / "in" / "r.jsonl").write_text((record + "\n") * 6)
     data = DataConfig(path=str(tmp_path / "in"))
     with pytest.raises(ds.ConfigError, match="python -m dsv4_jax data CONFIG"):
-        open_source(data.path, data, Bytes(), MODEL)
+        open_source(data.path, data, Bytes(), LAYOUT)

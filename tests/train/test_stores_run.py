@@ -190,7 +190,7 @@ def test_a_second_process_is_refused(bucket):
     ],
 )
 def test_the_lock_of_a_process_that_has_ended_is_taken(bucket, process, host, age, free):
-    holder = lock_of(process or os.getpid(), *([host] if host else []), age=age)
+    holder = lock_of(process or os.getpid(), host, age)
     bucket.pipe_file("/runs/a/lock", holder)
     if free:
         save(5)
