@@ -377,9 +377,7 @@ def test_the_id_of_images_means_nothing_else(tmp_path):
     (tmp_path / "a.txt").write_text("AB")
     for number, words in ((66, "its text has the id of images"), (256, "id between documents")):
         with pytest.raises(ds.ConfigError, match=words):
-            open_sources(
-                DataConfig(path=str(tmp_path)), 258, small_config(vocab_size=258, **VISION | {"image_token_id": number})
-            )
+            open_sources(DataConfig(path=str(tmp_path)), 258, LAYOUT._replace(image_token_id=number))
     np.array([1, 257], np.uint16).tofile(tmp_path / "a.bin")
     with pytest.raises(ds.ConfigError, match=r"a.bin.* position 1"):
         data = DataConfig(path=str(tmp_path / "a.bin"))
