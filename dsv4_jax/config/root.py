@@ -31,14 +31,14 @@ class Stage(Section):
     """A part of a run."""
 
     name: str
-    """What the table of stages calls it."""
+    """Name of the stage, for tables, events and flags (--stages.NAME.section.key)."""
     until: int
-    """Tokens of all steps so far, counted as rows x data.seq_len, at which it ends: the first step that begins there
-    or later belongs to the next stage."""
+    """Token count at which the stage ends, counted as rows x data.seq_len of all steps since the start of the run. The
+    first step that begins at this count or later belongs to the next stage."""
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Keys of the configuration, `section.key`, and their values from this stage on."""
+    """Keys of the configuration, `section.key`, with their values from this stage on."""
     chosen: tuple[str, ...] = ()
-    """Which of those keys, or `until`, are our choice, where the model's report is silent."""
+    """Names of those keys, or `until`, whose values are our choice because the model's report does not give them."""
 
 
 class ResolvedStage(NamedTuple):

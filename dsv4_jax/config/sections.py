@@ -34,44 +34,54 @@ class DataConfig(Section):
     """What the model reads."""
 
     path: str = ""
-    """What to train on: a file, folder or glob pattern of text, .jsonl, .parquet, .array_record, .bin or .npy, or a
-    folder that the `data` command made; empty: the Python standard library's source. drawn: or drawn:PATH: lines of
-    it, or of those texts, each as a picture followed by its characters."""
+    """Training data: a file, a folder, a glob pattern or an address (gs://...) of text, .jsonl, .parquet,
+    .array_record, .bin or .npy files, or a folder that the `data` command made. Empty: the source code of Python's
+    standard library. `drawn:PATH`: lines of those texts, each as a picture followed by its characters. `drawn:`: the
+    same with lines of the standard library."""
     mixture: Annotated[dict[str, float], _SHARES] = dataclasses.field(default_factory=dict)
-    """Several such paths and the share of tokens that each gives; each has its own epochs. Instead of path."""
+    """Several sources instead of data.path, each with its share of the training tokens. Shares are relative: they need
+    not sum to 1. Each source has its own epochs."""
     text_field: str = "text"
-    """Field or column of JSONL and Parquet records that holds the text."""
+    """Field or column that holds the text in JSONL and Parquet records."""
     tokenizer: str = "bytes"
-    """bytes, or the path of a Hugging Face tokenizer.json."""
+    """`bytes` (one token per byte of UTF-8), or the path of a Hugging Face tokenizer.json."""
     border: str = ""
-    """Document separator (often EOS), as spelled in the tokenizer; the byte tokenizer uses id 256."""
+    """Document separator (often EOS), as spelled in tokenizer.json, which needs one. Empty with `bytes`, where it is id
+    256."""
     bin_type: Literal["uint16", "uint32"] = "uint16"
-    """Type of the ids in .bin files, which may begin with llm.c's header."""
+    """Integer type of the token ids in .bin files. A header of llm.c is recognised; its type must be the same."""
     on_error: Literal["raise", "skip"] = "raise"
-    """What to do with a bad record (invalid UTF-8 or JSON, no text): raise stops before the first step, skip drops and
-    counts it."""
+    """What to do with a bad record (invalid UTF-8 or JSON, no text, unreadable image). `raise`: stop before the first
+    step. `skip`: drop and count it."""
     prepared: str = "prepared"
-    """Folder of the tokens that `python -m dsv4_jax data CONFIG` makes, and of the indexes of large files of ids."""
+    """Folder into which `python -m dsv4_jax data CONFIG` writes the tokens of texts. Runs also write the tables of
+    documents of large .bin and .npy files there."""
     seq_len: int = 512
-    """Positions S of a row, in tokens."""
+    """Row length S, in tokens. Longer documents are cut into pieces; shorter ones are packed together."""
     batch_size: int = 4
-    """Rows of a step."""
+    """Number of rows in each optimizer step, over all devices. Must be a multiple of mesh.data x mesh.expert x
+    train.accumulate."""
     workers: int = 1
-    """Threads that make batches ahead of time; 0 makes each when it is needed. They do not change the data."""
+    """Number of threads in each process that prepare batches ahead of time. 0: prepare each batch when it is needed.
+    The batches are the same for any number."""
     image_field: str = "images"
-    """Field or column of JSONL and Parquet records with the images that each <image> in the text stands for; read
-    if the model has vision. Empty: none."""
+    """Field or column of JSONL and Parquet records that lists the images, one for each `<image>` in the text. Read only
+    if the model has a vision tower. Empty: no images."""
     row_patches: int = 0
-    """Maximum image patches per row. 0: room for one image of the largest size or for a quarter of the row's positions,
-    whichever is more."""
+    """Maximum number of image patches in a row. 0: room for one image of the largest size or for images on a quarter of
+    the row's positions, whichever is more."""
     row_images: int = 0
-    """Maximum images per row. 0: as many of the smallest images as `row_patches` allows."""
+    """Maximum number of images in a row. 0: row_patches divided by the patches of the smallest image
+    (model.vision_min_pixels), at least 1."""
     held_out: float = 0.02
-    """Share of the documents, chosen by a hash of their names, that evaluation reads and training does not."""
+    """Fraction of the documents of each source to evaluate on and never train on. A hash of a document's name
+    decides."""
     held_out_tokens: int = 2**28
-    """Tokens of each source to hold out at most, about: a share of a large source is more than an evaluation reads."""
+    """Approximate maximum number of held-out tokens of each source. It lowers held_out for large sources, whose share
+    would be more than an evaluation reads."""
     held_out_path: str = ""
-    """Evaluate on this source instead of a share of the training documents."""
+    """Source to evaluate on, given like data.path; then every document of the training data is trained on. Empty:
+    evaluate on the fraction held_out of the training data."""
 
     @property
     def paths(self) -> dict[str, float]:
@@ -94,55 +104,64 @@ class OptimConfig(Section):
     """The optimizer, with linear warm-up, constant rate and cosine decay."""
 
     name: Literal["deepseek_v4", "deepseek_v41", "adamw"] = "deepseek_v4"
-    """Which rule moves which parameter: a published table (`dsv4_jax.optim`), or AdamW for all."""
+    """Update rule of each kind of parameter. `deepseek_v4`: Muon for matrices, AdamW for the rest. `deepseek_v41`:
+    head-wise Muon for matrices, the Sinkhorn-balanced update for tables, AdamW for the rest. `adamw`: AdamW for all."""
     make: str = ""
-    """Your own optimizer instead of name's: `module:function` or `path/to/file.py:function`, called as function(rate,
-    params), which returns an optax GradientTransformation (docs/extending.md). A configuration file may also give the
-    function itself. Empty: none."""
+    """Your own optimizer instead of optim.name: `module:function` or `path/to/file.py:function`, called as
+    function(rate, params), which returns an optax GradientTransformation (docs/extending.md). A configuration file may
+    also give the function itself. Of the other keys of this section only clip and those of the schedule, `rate`, still
+    apply. Empty: none."""
     learning_rate: float = 3e-3
     """Peak learning rate."""
     end_learning_rate: float = 3e-4
-    """Learning rate that the decay ends with."""
+    """Learning rate at the end of the decay."""
     warmup_steps: int = 20
-    """Steps of linear warm-up: step t of these, from 1, has t / warmup_steps of the peak rate."""
+    """Length of the linear warm-up, in steps. Step t, counted from 1, has t / warmup_steps of the peak rate. 0: no
+    warm-up."""
     decay_steps: int = 100
-    """Length of the final cosine decay, in steps."""
+    """Length of the final cosine decay, in steps. It ends with the last step of the run. 0: no decay."""
     decay_tokens: tuple[int, ...] = ()
-    """Instead of decay_steps, two counts of tokens (rows x data.seq_len of all steps so far) at which the cosine
-    begins and ends."""
+    """Two token counts at which the cosine decay begins and ends, instead of decay_steps. Tokens are counted as rows x
+    data.seq_len of all steps so far. Empty: use decay_steps."""
     engram_factor: float = 5.0
     """Multiplies the learning rate of Engram's tables and matrices (deepseek_v41 only)."""
     vision_factor: float = 0.1
     """Multiplies the learning rate of the vision tower (deepseek_v41 only)."""
     momentum: float = 0.95
-    """Decay of the momentum of Muon and of the Sinkhorn-balanced update."""
+    """Momentum coefficient of Muon and of the Sinkhorn-balanced update."""
     momentum_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which that momentum is kept."""
+    """Type in which the momentum of Muon and of the Sinkhorn-balanced update is stored."""
     coefficients: str = "deepseek_v4"
-    """Newton-Schulz steps of Muon, a name of `dsv4_jax.optim.COEFFICIENTS`."""
+    """Muon: coefficients of the Newton-Schulz steps. `deepseek_v4` (10 steps), `keller_jordan` (5) or `polar_express`
+    (8)."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Operands of Muon's matrix products, which sum in fp32. auto: bfloat16 on accelerators, float32 on CPU."""
+    """Muon: type of the operands of matrix products, which accumulate in fp32. `auto`: bfloat16 on accelerators,
+    float32 on CPU."""
     gram: bool = False
-    """Iterate on Gram matrices where that takes fewer operations (Muon); needs precision = float32."""
+    """Muon: iterate on the Gram matrix where one side is at least twice the other, which takes fewer operations. Needs
+    precision = float32, since it diverges in bf16."""
     batch_size: int = 0
-    """Matrices of a shape that a device orthogonalises at a time, which bounds Muon's memory; 0: all."""
+    """Muon: maximum number of matrices of one shape that a device orthogonalises at a time. Fewer take less memory. 0:
+    all."""
     rms: float = 0.18
-    """Root mean square of the updates of Muon and of the Sinkhorn-balanced update, before the learning rate."""
+    """Root mean square of the entries of an update by Muon or the Sinkhorn-balanced rule, before the learning rate."""
     sinkhorn_iterations: int = 11
-    """Normalisations of rows and columns in turn of the Sinkhorn-balanced update; odd, so that rows come last."""
+    """Sinkhorn-balanced update: number of normalisations, of rows and columns in turn. Must be odd, so that the last
+    one is of rows."""
     tau: float = 1e-3
     """Sinkhorn-balanced update: rows of a table whose momentum norm is at most `tau` x the mean row norm are not
-    updated."""
+    updated. 0: update every row whose momentum is not zero."""
     b1: float = 0.9
-    """Decay of AdamW's first moment."""
+    """AdamW: decay of the first moment."""
     b2: float = 0.95
-    """Decay of AdamW's second moment."""
+    """AdamW: decay of the second moment."""
     eps: float = 1e-20
-    """Added to the root of AdamW's second moment."""
+    """AdamW: added to the root of the second moment."""
     weight_decay: float = 0.1
-    """Decoupled weight decay, times the learning rate, of what the table decays."""
+    """Decoupled weight decay; it is multiplied by the learning rate. `deepseek_v4` and `adamw` decay all parameters,
+    `deepseek_v41` only matrices and norm weights. 0: none."""
     clip: float = 1.0
-    """Largest global norm of the gradient; a larger one is scaled down to it. 0: no clipping."""
+    """Maximum global norm of the gradient. A larger gradient is scaled down to it. 0: no clipping."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "make", reference(self.make, "optim.make"))  # text, which config.json can hold
@@ -170,27 +189,32 @@ class OptimConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossConfig(Section):
-    """Weights of the losses beside the cross-entropy of the next token, whose weight is 1."""
+    """Weights of the losses other than the cross-entropy of the next token, whose weight is 1. 0 leaves a loss out."""
 
     mtp: float = 0.3
-    """Cross-entropy of the token after the next, from the MTP block."""
+    """Weight of multi-token prediction: the cross-entropy of the token after the next, from the MTP block. Must be 0
+    without an MTP block."""
     balance: float = 1e-4
-    """Sequence-wise balance of the experts, summed over learned layers."""
+    """Weight of the sequence-wise balance loss of the experts, summed over layers with learned routing. Each document
+    is a sequence."""
     indexer: float = 1.0
-    """KL divergence from attention to the lightning indexer, summed over layers with an indexer."""
+    """Weight of the lightning indexer's loss: the KL divergence from the attention's distribution to the indexer's,
+    summed over layers with an indexer."""
     draft_ce: float = 0.1
-    """Draft objective: cross-entropy of the drafted token."""
+    """Draft objective: weight of the drafter's cross-entropy of the true token."""
     draft_distance: float = 0.9
-    """Draft objective: L1 distance from the drafter's distribution to the backbone's."""
+    """Draft objective: weight of the L1 distance between the drafter's and the backbone's distributions."""
     draft_confidence: float = 1.0
-    """Draft objective: cross-entropy of the confidence head with the probability of acceptance."""
+    """Draft objective: weight of the confidence head's loss, the cross-entropy with the probability that the token is
+    accepted."""
     draft_decay: float = 0.0
-    """Draft objective: slot k of a draft has weight exp(-k / decay); 0: model.dspark_block_size."""
+    """Draft objective: slot k of a draft, counted from 0, has weight exp(-k / draft_decay) in the three losses. 0: use
+    model.dspark_block_size."""
     draft_anchors: int = 512
-    """Draft objective: drafts of a row."""
+    """Draft objective: number of drafts in each row, from different random positions."""
     extra: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Weights of your own losses by the name of the function, `module:function` or `path/to/file.py:function`
-    (docs/extending.md). Their values are the metrics loss/FUNCTION. Weight 0: a metric alone."""
+    """Weights of your own losses, each named by its function, `module:function` or `path/to/file.py:function`
+    (docs/extending.md). Their values are the metrics loss/FUNCTION. Weight 0: only a metric."""
 
     def __post_init__(self) -> None:
         extra = {reference(function, "loss.extra"): weight for function, weight in self.extra.items()}
@@ -213,11 +237,12 @@ class AnticipationConfig(Section):
     prefix = "routing.anticipation."
 
     mode: Literal["off", "on", "auto"] = "off"
-    """`auto`: off until a spike (`spikes`) rolls the run back, then on up to `hold` steps after it."""
+    """When to route by the parameters of an earlier step. `off`: never. `on`: always. `auto`: from a rollback (see
+    `spikes`) until `hold` steps after the spike."""
     delay: int = 8
-    """Age of the parameters that choose the experts, in steps. 0 is the same as `off`."""
+    """Age of the parameters that choose the experts, in steps. 0: the current parameters, as with `off`."""
     hold: int = 200
-    """Steps after the spike until `auto` turns anticipatory routing off again. 0: only roll back."""
+    """Number of steps after the spike at which `auto` turns anticipatory routing off again. 0: only roll back."""
 
     def _check(self) -> None:
         for key in ("delay", "hold"):
@@ -229,7 +254,8 @@ class RoutingConfig(Section):
     """Balance of the experts, and routing in an unstable run."""
 
     bias_speed: float = 1e-3
-    """Change of a router bias in every optimizer step: up if its expert had less than the mean load, down if more."""
+    """Amount by which an optimizer step moves a router's balance bias: up for an expert with less than the mean load,
+    down for one with more. 0: biases stay."""
     anticipation: AnticipationConfig = AnticipationConfig()
 
     def _check(self) -> None:
@@ -246,19 +272,21 @@ class SpikesConfig(Section):
     """
 
     window: int = 128
-    """Number of past steps to compare with. Detection starts when a quarter of them is filled."""
+    """Number of past steps to compare with. Detection starts after a quarter of this number of steps."""
     loss: float = 10.0
-    """Threshold of the loss, in spreads; a spread is at least 1 % of the median. 0: do not watch the loss."""
+    """Threshold of the loss, in spreads. A spread counts as at least 1 % of the median. 0: do not watch the loss."""
     grad_norm: float = 10.0
-    """Threshold of the logarithm of the gradient norm, in spreads; a spread is at least 0.1. 0: do not watch it."""
+    """Threshold of the logarithm of the gradient norm, in spreads. A spread counts as at least 0.1. 0: do not watch the
+    gradient norm."""
     steps: int = 1
-    """Consecutive steps above the threshold that make a spike."""
+    """Number of consecutive steps above the threshold that make a spike."""
     margin: int = 0
-    """Roll back to a checkpoint more than `margin` steps before the first spiking step."""
+    """Roll back to a checkpoint more than `margin` steps before the first spiking step. 0: to the newest one before
+    that step."""
     skip: int = 0
-    """Batches to skip after a rollback. -1: every batch up to and including the one that spiked."""
+    """Number of batches to skip after a rollback. 0: none. -1: every batch up to and including the one that spiked."""
     limit: int = 3
-    """Rollbacks allowed at one spike; if the run still does not get past it, it ends with an error."""
+    """Maximum number of rollbacks at one spike. If the run still does not get past it, it ends with an error."""
 
     def _check(self) -> None:
         self.need_positive("window steps limit")
@@ -269,14 +297,17 @@ class SpikesConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshConfig(Section):
-    """Devices along each axis; their product is the number of all devices."""
+    """Number of devices along each axis. The product must be the number of all devices."""
 
     data: int = 1
-    """Splits the rows of a batch, and parameters and optimizer state where it divides them."""
+    """Number of devices over which the rows of a batch are split. Parameters and optimizer state are split over them
+    too where their sizes are divisible."""
     expert: int = 1
-    """Splits the rows too, and the experts of every layer."""
+    """Number of devices over which the experts of every layer are split. The rows of a batch are split over them
+    too."""
     context: int = 1
-    """Splits the positions of every row."""
+    """Number of devices over which the positions of every row are split. Parameters and optimizer state are split over
+    them too where their sizes are divisible."""
 
     def _check(self) -> None:
         self.need_positive("data expert context")
@@ -290,67 +321,74 @@ class TrainConfig(Section):
     """Length of the run, its files, and the processes and devices that make it."""
 
     steps: int = 0
-    """Total number of optimizer steps. 0: those of the stages."""
+    """Total number of optimizer steps. 0: up to the end of the last stage."""
     frozen: str = ""
-    """Regular expression of parameter paths to freeze, in addition to those the objective freezes."""
+    """Regular expression of parameter paths to freeze, in addition to those the objective freezes. Empty: none."""
     objective: str = "pretrain"
-    """What to train for: `pretrain` trains all but DSpark's draft blocks, `draft` the draft blocks alone; or your
-    own class, `module:Class` or `path/to/file.py:Class` (docs/extending.md)."""
+    """What to train. `pretrain`: all parameters but DSpark's draft blocks. `draft`: only the draft blocks. Or your own
+    class, `module:Class` or `path/to/file.py:Class` (docs/extending.md)."""
     metrics: tuple[str, ...] = ()
     """Your own functions that compute metrics inside the training step, from parameters, gradients, updates and batch:
     `module:function` or `path/to/file.py:function` (docs/extending.md). Their values are the metrics custom/NAME."""
     init_from: str = ""
-    """Start a new run from the parameters of another, RUN (its newest checkpoint) or RUN@STEP. Optimizer state, step
-    count, schedule and data start anew. Empty: random parameters."""
+    """Start a new run with the parameters of another run: RUN (its newest checkpoint) or RUN@STEP. Optimizer state,
+    step count, schedule and data start anew. Empty: random parameters."""
     fork_from: str = ""
-    """Start a new run as the continuation of another, RUN or RUN@STEP: with its parameters, optimizer state, step
-    count, schedule and position in the data. Other keys may change as at a resume. Empty: no fork."""
+    """Start a new run as the continuation of another run: RUN (its newest checkpoint) or RUN@STEP. It takes over
+    parameters, optimizer state, step count, schedule and position in the data. Other keys may change as at a resume.
+    Empty: no fork."""
     new_data: bool = False
-    """Resume with other data, from its beginning. False: refuse documents, row lengths or shares that differ from the
-    checkpoint's. The spelling and place of a path do not count."""
+    """Allow a resume with other data, which is then read from its beginning. False: refuse documents, row lengths or
+    shares that differ from the checkpoint's. Moving the files or spelling their path differently is no change."""
     seed: int = 0
-    """Seed of the initial parameters, the order of the data and the samples."""
+    """Seed of the initial parameters, the order of the data, the draft objective's anchors and the sample at the end of
+    the run."""
     run_dir: str = "runs/default"
-    """Folder of the run, or its address such as gs://BUCKET/RUN. The same command resumes the run in it."""
+    """Folder of the run, or its address such as gs://BUCKET/RUN. The same command, given again, resumes the run."""
     eval_every: int = 100
-    """Steps between evaluations on held-out documents. There is one after the last step too."""
+    """Number of steps between evaluations on held-out documents. The last step is always followed by one."""
     eval_batches: int = 16
-    """Maximum number of batches of an evaluation; fewer if there is less held-out text."""
+    """Maximum number of batches in an evaluation. Fewer are read if the held-out documents fill fewer."""
     checkpoint_every: int = 100
-    """Steps between checkpoints. There is one after the last step too."""
+    """Number of steps between checkpoints. The last step is always followed by one."""
     checkpoint_minutes: float = 0.0
-    """Also save a checkpoint when the last one is this many minutes old. 0: by steps alone."""
+    """Also save a checkpoint when the last one is this many minutes old. 0: never."""
     stop_after_minutes: float = 0.0
-    """Save and stop this many minutes after the start of the command, with exit status 143 as after SIGTERM: for the
-    time limit of a cluster. The same command resumes. 0: never."""
+    """Save and stop this many minutes after the start of the command, with exit status 143 as after SIGTERM. For the
+    time limit of a cluster: the same command resumes. 0: never."""
     keep: int = 2
-    """Number of newest checkpoints to keep. The newest one from before the learning rate's decay stays too."""
+    """Number of newest checkpoints to keep. The newest one from before the learning rate's decay is kept too, so that
+    the run can be continued without the decay."""
     keep_every: int = 0
     """Also keep every checkpoint whose step is a multiple of this, permanently. 0: none."""
     bad_steps: int = 10
-    """End the run after this many consecutive steps without a finite objective or gradient. Each changes nothing."""
+    """End the run after this many consecutive steps whose objective or gradient is not finite. Such a step does not
+    change the parameters."""
     loggers: tuple[str, ...] = ("tensorboard",)
-    """Destinations of the metrics beside metrics.jsonl: `tensorboard`, `wandb`, or your own function that makes a
-    logger, `module:function` or `path/to/file.py:function` (docs/extending.md)."""
+    """Destinations of the metrics in addition to metrics.jsonl: `tensorboard`, `wandb`, or your own function that makes
+    a logger, `module:function` or `path/to/file.py:function` (docs/extending.md)."""
     profile_steps: str = ""
-    """Steps to trace for xprof, FIRST:LAST without LAST itself, into the folder `profile` of the run. Empty: none."""
+    """Range of steps to trace for xprof, FIRST:LAST without LAST itself. The trace is in the folder `profile` of the
+    run. Empty: none."""
     sample_tokens: int = 256
-    """Number of tokens to sample at the end, as the continuation of a held-out document. 0: none."""
+    """Number of tokens to sample at the end of the run, as the continuation of a held-out document. 0: none."""
     accumulate: int = 1
-    """Number of parts of a batch that are computed one after another, to save memory. The loss is the whole batch's."""
+    """Number of parts of a batch that are computed one after another, to save memory (gradient accumulation). Loss and
+    gradient are those of the whole batch."""
     cpu_devices: int = 0
-    """Emulate this many devices per process on the CPU. 0: use the devices that there are."""
+    """Number of CPU devices to emulate in each process. 0: use the real devices."""
     distributed: str = ""
     """Run as several processes, each started with the same command. HOST:PORT,COUNT,NUMBER: the address of process 0,
-    the number of processes, and the number of this one. `auto`: as JAX finds them on Cloud TPU and under SLURM,
-    Kubernetes or MPI. Empty: one process."""
+    the number of processes, and the number of this process, counted from 0. `auto`: as JAX finds them on Cloud TPU and
+    under SLURM, Kubernetes or MPI. Empty: one process."""
     compile_cache: str = "~/.cache/dsv4_jax/programs"
-    """Folder that keeps compiled programs, so that later starts need not compile again. A folder given to JAX itself,
-    as by JAX_COMPILATION_CACHE_DIR, takes precedence. Empty: none."""
+    """Folder that keeps compiled programs, so that later starts need not compile again. If JAX has been given a folder
+    itself, as by JAX_COMPILATION_CACHE_DIR, that one is used. Empty: none."""
     peak_flops: float = 0.0
-    """Peak of one device in FLOP/s, for the metric `perf/mfu`. 0: by the kind of device, where known."""
+    """Peak of one device in FLOP/s, for the metric `perf/mfu`. 0: by the kind of device; if it is unknown there is no
+    such metric."""
     deterministic: bool = False
-    """Make runs on GPUs repeat bit for bit, at some cost in speed. Those on CPU and TPU always do."""
+    """Make runs on GPUs repeat bit for bit, at some cost in speed. Runs on CPU and TPU always do."""
 
     def __post_init__(self) -> None:
         names = (n if n in ("tensorboard", "wandb") else reference(n, "train.loggers") for n in self.loggers)

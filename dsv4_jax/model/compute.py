@@ -22,34 +22,35 @@ class ComputeConfig(Section):
     """
 
     attention: Literal["dense", "warmup", "sparse"] = "sparse"
-    """Which compressed entries the layers with an indexer attend to. `dense`: every visible one, the indexer is not
-    computed; `warmup`: every visible one, and only the indexer is trained; `sparse`: the top-k of the indexer."""
+    """Which compressed entries CSA and CSA2 layers attend to. `dense`: every visible one, without computing the
+    indexer. `warmup`: every visible one, and only the indexer is trained. `sparse`: the top-k of the indexer."""
     yarn: bool = True
     """Apply YaRN in layers with a compression ratio above 0. The released weights need it."""
     recall: bool = False
-    """Also measure the indexer's recall: the share of full attention mass that its top-k covers. Evaluation turns it
-    on by itself; ignored when attention is dense."""
+    """Also measure the indexer's recall: the share of full attention mass that its top-k covers. Evaluation always
+    measures it. Ignored when attention is dense."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the operands of large matrix products. auto: bfloat16 on accelerators, float32 on CPU."""
+    """Type of the operands of large matrix products. `auto`: bfloat16 on accelerators, float32 on CPU."""
     remat: Literal["save_block_outputs", "full", "none"] = "save_block_outputs"
-    """What each layer keeps for the backward pass. save_block_outputs: its input and its large products; norms,
-    hyper-connections and attention weights are recomputed. full: its input only. none: everything."""
+    """What each layer keeps for the backward pass. `save_block_outputs`: its input and its large products; norms,
+    hyper-connections and attention weights are recomputed. `full`: its input only. `none`: everything."""
     attention_block: int = 128
-    """Number of queries that attention handles at a time. Fewer take less memory."""
+    """Number of queries of a row that attention handles at a time. Fewer take less memory."""
     select: Literal["auto", "masked", "gathered"] = "auto"
-    """How a query reads its top-k entries. masked: all entries under a mask; gathered: a copy of its own k; auto: the
-    one that costs less."""
+    """How a query reads its top-k entries. `masked`: all entries under a mask. `gathered`: a copy of the selected ones.
+    `auto`: gathered if a row has more than 3 x index_topk entries."""
     expert_matmul: Literal["auto", "blocked", "ragged"] = "auto"
-    """Grouped matrix product of the experts. auto: blocked on CPU, ragged (`ragged_dot`) on accelerators."""
+    """Grouped matrix product of the experts. `auto`: blocked on CPU, ragged (`ragged_dot`) on accelerators."""
     expert_exchange: Literal["auto", "gather", "ragged"] = "auto"
-    """How tokens reach experts on other devices of mesh.expert. gather: every device takes all tokens; ragged: each
-    token is sent to its experts only. auto: ragged on accelerators if the axis has more devices than a token has
-    experts, or if expert_waves is above 1; else gather."""
+    """How tokens reach experts on other devices of mesh.expert. `gather`: every device takes all tokens. `ragged`: each
+    token is sent to its experts only. `auto`: ragged if expert_waves is above 1, or on accelerators if mesh.expert is
+    above n_activated_experts; else gather."""
     expert_waves: int = 1
     """Number of parts in which a device's experts are exchanged and computed, so that exchange and computation can
-    overlap. Needs the ragged exchange; must divide n_routed_experts."""
+    overlap. Above 1 it needs the ragged exchange. Must divide a device's number of experts."""
     expert_gradients: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the experts' gradients are summed over mesh.data; bfloat16 rounds stochastically."""
+    """Type in which devices send each other the experts' gradients, to be summed in fp32. `bfloat16` rounds
+    stochastically and halves the traffic."""
 
     def _check(self) -> None:
         self.need_positive("attention_block expert_waves")

@@ -74,11 +74,11 @@ class ModelConfig(ComputeConfig):
     head_dim: int
     """Width K of a head, of the shared key-value vector and of a compressed entry."""
     rope_head_dim: int
-    """Number of channels at the end of a head that RoPE rotates; even."""
+    """Number of channels at the end of a head that RoPE rotates. Must be even."""
     q_lora_rank: int
     """Width of the query latent."""
     o_groups: int
-    """Number of groups of heads in the output projection; must divide n_heads."""
+    """Number of groups of heads in the output projection. Must divide n_heads."""
     o_lora_rank: int
     """Width of each group's output latent."""
     moe_inter_dim: int
@@ -89,36 +89,38 @@ class ModelConfig(ComputeConfig):
     """Number of routed experts that a token uses (top-k)."""
     compress_ratios: tuple[int, ...]
     """Compression ratio (tokens per compressed entry) of every layer, then of every draft block. 0: sliding window
-    only; 4: CSA (overlapping windows and an indexer); any other: HCA. If kv_source_layers is set, all above 0 are
-    CSA2. Draft blocks have 0."""
+    only. 4: CSA (overlapping windows and an indexer). Any other: HCA. If kv_source_layers is set, all above 0 are CSA2.
+    Draft blocks have 0."""
     kv_source_layers: tuple[int, ...] = ()
-    """CSA2: layers that make compressed entries and index keys. The layers after each of them read those."""
+    """CSA2: numbers of the layers that make compressed entries and index keys. The compressed layers after each of
+    them, up to the next, read those. Empty: no CSA2."""
     index_source_layers: tuple[int, ...] = ()
-    """CSA2: layers with an indexer, among them all kv_source_layers. The layers after each of them reuse its
-    selection."""
+    """CSA2: numbers of the layers with an indexer. Must include all kv_source_layers. The compressed layers after each
+    of them, up to the next, reuse its selection."""
     candidate_source_layer: int = -1
-    """CSA2: layer that makes the pool of candidate entries, from which later indexers select. -1: no pool, as in
-    pre-training."""
+    """CSA2: number of the layer that makes the pool of candidate entries, from which later indexers select. -1: no
+    pool, as in pre-training."""
     candidate_topk_blocks: int = 2048
-    """CSA2: number of blocks of entries in the pool of candidates."""
+    """CSA2: maximum number of blocks of entries in a query's pool of candidates."""
     candidate_block_size: int = 8
-    """CSA2: number of consecutive entries in a block."""
+    """CSA2: number of consecutive entries in a block of candidates."""
     n_hash_layers: int = 3
     """Number of leading layers with hash routing (experts looked up by token id)."""
     n_mtp_layers: int = 1
-    """Number of draft blocks: 0 or 1 of multi-token prediction or, if dspark_target_layer_ids is set, any of DSpark."""
+    """Number of draft blocks after the last layer. Multi-token prediction: 0 or 1. DSpark (dspark_target_layer_ids is
+    set): 1 or more."""
     window_size: int = 128
-    """Length of the sliding window in positions, the query's own included."""
+    """Length of the sliding window in tokens, the query's own included."""
     index_n_heads: int = 64
     """Number of heads of the lightning indexer."""
     index_head_dim: int = 128
-    """Width of an indexer head; at least rope_head_dim."""
+    """Width of an indexer head. Must be at least rope_head_dim."""
     index_topk: int = 512
-    """Number of compressed entries that the indexer selects for a query."""
+    """Maximum number of compressed entries that the indexer selects for a query."""
     route_scale: float = 1.5
-    """Multiplies the normalised routing weights."""
+    """Factor of the routing weights, after they have been normalised to sum to 1."""
     swiglu_limit: float = 10.0
-    """Clamp of the experts' SwiGLU: the gate to at most this, the other factor to plus or minus this. 0: none."""
+    """Clamp of the experts' SwiGLU: the gate to at most this, the other factor to plus or minus this. 0: no clamp."""
     rope_theta: float = 10000.0
     """RoPE base of layers without compression."""
     compress_rope_theta: float = 160000.0
@@ -128,7 +130,7 @@ class ModelConfig(ComputeConfig):
     rope_factor: float = 16.0
     """YaRN: factor by which the context is extended."""
     beta_fast: float = 32.0
-    """YaRN: frequencies with more rotations than this over the original context are kept."""
+    """YaRN: frequencies with more rotations than this over the original context stay as they are."""
     beta_slow: float = 1.0
     """YaRN: frequencies with fewer rotations than this over the original context are divided by rope_factor. Those in
     between are interpolated."""
@@ -137,19 +139,21 @@ class ModelConfig(ComputeConfig):
     hc_sinkhorn_iters: int = 20
     """Number of Sinkhorn-Knopp iterations that make the stream mixing matrix doubly stochastic."""
     hc_eps: float = 1e-6
-    """Epsilon of the hyper-connections' gates and of Sinkhorn."""
+    """Epsilon of the hyper-connections' gates and of their Sinkhorn-Knopp iterations."""
     hc_single_pass: bool = False
-    """Take the mix for a sublayer's input from the sublayer before (V4.1), not from the sublayer itself (V4)."""
+    """Weight the streams for a sublayer's input by gates that the sublayer before computed (V4.1). False: every
+    sublayer computes its own (V4)."""
     query_norm: bool = True
-    """RMS-normalise every query head (V4)."""
+    """Apply RMSNorm to every query head (V4). False: only to the query latent (V4.1)."""
     modality_bias: bool = False
-    """Give image tokens a balance bias of their own in the router (V4.1)."""
+    """Give image tokens a balance bias of their own in the router (V4.1). False: one bias for all tokens."""
     gate_temp: float = 1.0
-    """Temperature of the router: divides its logits."""
+    """Temperature of the router, which divides its logits."""
     engram_layer_ids: tuple[int, ...] = ()
-    """Layers with an Engram memory before their attention."""
+    """Numbers of the layers with an Engram memory before their attention. Empty: none."""
     engram_vocab_size: int = 16000000
-    """Engram: lower bound of the table sizes. Each table takes the next unused prime from here on as its row count."""
+    """Engram: lower bound of the table sizes, in rows. Each table takes the next unused prime >= this as its number of
+    rows."""
     engram_max_ngram_size: int = 4
     """Engram: length of the longest n-gram, in tokens. The shortest is 2."""
     engram_n_heads: int = 8
@@ -157,16 +161,19 @@ class ModelConfig(ComputeConfig):
     engram_head_dim: int = 256
     """Engram: width of a table's rows."""
     engram_num_embeddings: tuple[int, ...] = ()
-    """Engram: total rows of all tables of each Engram. They follow from the keys above; if given, they are checked."""
+    """Engram: number of rows of all tables of each Engram together. The keys above determine these numbers; given ones
+    are only checked. Empty: no check."""
     engram_token_map: str = "identity"
-    """Engram: which token ids count as the same in an n-gram. `identity`: none; a path to a tokenizer.json: tokens that
-    differ only in case, accents and repeated spaces; a path to an .npy file: ids with the same integer in it."""
+    """Engram: which token ids count as the same in an n-gram. `identity`: none. Path to a tokenizer.json: tokens that
+    differ only in case, accents, and repeated or outer spaces. Path to an .npy file with an integer for each token id:
+    ids with the same integer."""
     engram_compressed_vocab_size: int = 0
     """Engram: number of different ids after the token map. 0: vocab_size."""
     engram_pad_id: int = 2
-    """Engram: token id that n-grams have in place of image tokens and of positions before the document."""
+    """Engram: token id that replaces missing tokens of an n-gram. Tokens before the start of the document are missing,
+    and so are the nearest image token and all before it."""
     vision_n_layers: int = 0
-    """Number of layers of the vision tower. 0: no images."""
+    """Number of layers of the vision tower. 0: no vision tower, no images."""
     vision_dim: int = 1024
     """Width of the vision tower."""
     vision_n_heads: int = 16
@@ -176,25 +183,29 @@ class ModelConfig(ComputeConfig):
     vision_patch_size: int = 14
     """Side of an image patch, in pixels."""
     vision_downsample_ratio: int = 3
-    """Side of the square of patches that becomes one token, in patches."""
+    """Side of the square of patches that becomes one position in the sequence, in patches."""
     vision_rope_theta: float = 10000.0
     """RoPE base of the vision tower."""
     vision_max_n_token: int = 1024
-    """Maximum number of positions that an image takes in the sequence, delimiters included."""
+    """Maximum number of positions that an image takes in the sequence, delimiters included. Larger images are
+    reduced."""
     vision_min_pixels: int = 295936
     """Minimum area of an image, in pixels. Smaller images are enlarged to it."""
     vision_max_wh_ratio: float | None = None
-    """Maximum ratio of an image's width to its height. Wider images are squeezed to it. None: no limit."""
+    """Maximum ratio of width to height of the area that an image gets. A wider image is reduced to fit, with grey bars
+    above and below. None: no limit."""
     image_token_id: int = 129264
     """Token id of every position of an image."""
     dspark_target_layer_ids: tuple[int, ...] = ()
-    """DSpark: layers whose input the draft blocks read. Empty: draft blocks are multi-token prediction."""
+    """DSpark: numbers of the layers whose input, the mean of the residual streams, the draft blocks read. Empty: draft
+    blocks are multi-token prediction."""
     dspark_block_size: int = 5
-    """DSpark: number of tokens drafted at a time."""
+    """DSpark: number of tokens in a draft."""
     dspark_noise_token_id: int = 128799
-    """DSpark: token id of the positions to be drafted."""
+    """DSpark: token id that the draft blocks read at every position of a draft but the first, which is a known
+    token."""
     dspark_markov_rank: int = 256
-    """DSpark: rank of the Markov head, which adds the influence of the token before."""
+    """DSpark: rank of the Markov head, a matrix that adds to the logits by the token before."""
     dspark_n_routed_experts: int = 128
     """DSpark: number of routed experts in a draft block."""
     dspark_n_activated_experts: int = 3
@@ -204,9 +215,9 @@ class ModelConfig(ComputeConfig):
     init_std: float = 0.02
     """Standard deviation of the initial matrices and tables."""
     hc_init_scale: float = 0.01
-    """Initial value of the `hc_*_scale`, which set how much the hyper-connections depend on the token."""
+    """Initial value of `hc_*_scale`, the factors of the token-dependent part of the hyper-connections' gates."""
     hash_seed: int = 0
-    """Seed of the hash-routing tables."""
+    """Seed of the hash-routing tables of a new model."""
 
     def _check(self) -> None:
         super()._check()
