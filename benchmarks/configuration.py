@@ -49,15 +49,16 @@ def config():
 
 
 def _help(cls: type) -> dict[str, str]:
-    """The string under each field of a class, in one line."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(tree, ast.ClassDef)
-    found = {}
-    for field, text in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            assert isinstance(field.target, ast.Name)
-            found[field.target.id] = " ".join(str(text.value.value).split())
-    return found
+    """Return the string under each field of a dataclass, inherited ones too, in one line."""
+    texts = {}
+    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(tree, ast.ClassDef)
+        for field, text in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                assert isinstance(field.target, ast.Name)
+                texts[field.target.id] = " ".join(str(text.value.value).split())
+    return texts
 
 
 def _type(hint: Any) -> str:
@@ -87,7 +88,7 @@ def _section(cls: type, prefix: str, changing: set[str]) -> Iterator[str]:
             inner.append((hint, key + "."))
             continue
         star = " \\*" if key in changing else ""
-        cells = (f"`{key}`{star}", _type(hint), _default(field), texts.get(field.name, ""))
+        cells = (f"`{key}`{star}", _type(hint), _default(field), texts[field.name])
         yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     for section in inner:
         yield from _section(*section, changing)

@@ -164,6 +164,10 @@ class Config(Section):
                 f"loss.mtp = {self.loss.mtp} needs an MTP block; set it to 0, or model.n_mtp_layers to 1 and "
                 "model.dspark_target_layer_ids to none"
             )
+        if self.train.objective == "draft" and self.loss.extra:
+            raise ConfigError(
+                f"loss.extra = {self.loss.extra!r} is for pre-training, not for train.objective = 'draft'"
+            )
         if self.train.objective == "draft" and not dspark:
             raise ConfigError("train.objective = 'draft' needs draft blocks: model.dspark_target_layer_ids names none")
         mode, watched = self.routing.anticipation.mode, self.spikes.loss or self.spikes.grad_norm

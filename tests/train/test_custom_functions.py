@@ -163,6 +163,7 @@ def test_wrong_functions_end_the_command_before_the_run_begins(corpus, tmp_path,
         ("--train.metrics lion", "train.metrics = 'lion': expected 'module:function'"),
         ("--loss.extra lion 1", "loss.extra = 'lion': expected 'module:function'"),
         ("--loss.extra a:f -1", "must have weights of 0 or above"),
+        ("--loss.extra a:f 0 --train.objective draft", "is for pre-training, not for train.objective = 'draft'"),
         ("--loss.extra a:f 1 b:f 1", "names two functions alike"),
     ],
 )  # fmt: skip
