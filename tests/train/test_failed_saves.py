@@ -6,8 +6,8 @@ import json
 import signal
 
 import pytest
+from support.checkpoints import names, state_of
 from support.runs import small, train
-from test_checkpoint import names, state_of
 
 from dsv4_jax.config import TrainConfig
 from dsv4_jax.section import ConfigError

@@ -78,7 +78,7 @@ def test_a_run_names_the_first_gradient_of_a_skipped_step(corpus, tmp_path, monk
     name = "groups.0.0.attn.wkv"
     monkeypatch.setattr(step_module, "compute_gradient_norms", lambda grads: (n := made(grads)) | {name: n[name] / 0})
     with pytest.raises(ds.RunError, match="2 steps in a row were not finite"):
-        train(small(corpus, tmp_path, bad_steps=2))
+        train(small(corpus, tmp_path, bad_steps=2, seed=77))  # no program of another test has this seed
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["skipped"] * 2
     assert events[0]["text"].startswith("objective 5.")

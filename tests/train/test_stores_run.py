@@ -9,8 +9,8 @@ import time
 
 import pytest
 from support.buckets import Bucket
+from support.checkpoints import names, restore, state_of
 from support.runs import metrics, small, timeless, train
-from test_checkpoint import names, restore, state_of
 
 import dsv4_jax as ds
 from dsv4_jax import cli

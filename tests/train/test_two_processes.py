@@ -23,7 +23,7 @@ from dsv4_jax.mesh import make_mesh, start_devices
 from dsv4_jax.train import manifests
 from dsv4_jax.train.checkpoint import CheckpointError, Checkpoints
 from dsv4_jax.train.processes import check_shared
-from test_checkpoint import abstract_of, flip, state_of
+from support.checkpoints import abstract_of, flip, state_of
 
 address, process, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 start_devices(2, f"{address},2,{process}")
