@@ -26,11 +26,9 @@ RULES = {"experts": ("expert",), "rows": AXES} | dict.fromkeys(("embed", "heads"
 # Compiler options for a program on CPU: it compiles in three quarters of the time and runs as fast (docs/results.md).
 QUICK_CPU = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}
 # For a program that runs a few times on CPU: it compiles in half the time of QUICK_CPU and takes twice as long to run.
-ONCE_CPU = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,  # the older emitter has no passes of MLIR for each fusion
-}
+ONCE_CPU = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+if jax.__version_info__ < (0, 11):  # the older emitter has no MLIR passes for each fusion; later versions lack it
+    ONCE_CPU |= {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
 def make_mesh(data: int = 1, expert: int = 1, context: int = 1) -> jax.sharding.Mesh:
