@@ -36,7 +36,7 @@ for ((try = 1; try <= TRIES; try++)); do
   if train; then
     exit 0
   fi
-  echo "attempt $try ended; the next one goes on from the newest checkpoint" >&2
+  echo "attempt $try ended; the next one continues from the newest checkpoint" >&2
   sleep "${PAUSE:-60}"
 done
 exit 1
