@@ -48,7 +48,7 @@ def find_config(path: str | Path) -> Path:
     """
     if Path(path).is_file():
         return Path(path)
-    # The folder `configs` is inside an installed package, and beside the package in a checkout.
+    # The folder `configs` is inside an installed package, and next to the package in a checkout.
     package = Path(__file__).parent.parent
     folder = next((f for f in (package / "configs", package.parent / "configs") if f.is_dir()), package)
     shipped = {file.stem: file for file in sorted(folder.glob("*.py"))}
@@ -136,6 +136,7 @@ def _make_from_json(cls: type[Any], tree: dict[str, Any], where: str) -> Any:
                     "version that wrote it or, if the model is the same without the key, delete it there"
                 )
             continue
+        # Sections and stages are JSON objects; JSON has lists in place of tuples.
         if dataclasses.is_dataclass(hints[key]):
             value = _make_from_json(hints[key], value, f"{key} of {where}")
         elif key == "stages":

@@ -18,7 +18,7 @@ CHANGEABLE = re.compile(
 )
 
 
-# Alternatives: a change of the first key resets the second one to the value beside it.
+# Alternatives: a change of the first key resets the second one to the value given here.
 _REPLACES: dict[str, tuple[str, Any]] = {
     "data.path": ("data.mixture", {}),
     "data.mixture": ("data.path", ""),
@@ -65,6 +65,7 @@ def changed(cfg: Section, changes: Mapping[str, Any]) -> Any:
             resets[other] = empty
 
     def replaced(node: Any, changes: Mapping[str, Any], prefix: str) -> Any:
+        """Return a copy of the section `node`, whose keys begin with `prefix`, with changes by the rest of the key."""
         # Sort the changes into values of this section (`whole`) and those of each section inside it (`parts`).
         fields = {f.name for f in dataclasses.fields(node)}
         whole: dict[str, Any] = {}
