@@ -183,9 +183,8 @@ def prepared_folder(path: str, cfg: DataConfig, tokenizer: Tokenizer, vision: Vi
     depends_on: list[Any] = [FORMAT, content, tokenizer.fingerprint, cfg.text_field, cfg.on_error]
     if vision:
         folder = remote.open_path(path, "data.path")
-        beside = (
-            "" if folder.is_dir() else str(root.resolve())
-        )  # paths of images are relative to a single file's folder
+        # If the source is a file or a pattern, its images may be outside it, in a folder that the digest must name.
+        beside = "" if folder.is_dir() else str(root.resolve())
         depends_on += [cfg.image_field, vision._asdict(), beside]
     digest = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:12]
     # Look for the digest at the end of a name. The start of the name comes from the path and is only for people.
