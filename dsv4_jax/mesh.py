@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device mesh, the rules that place arrays on it, and the few helpers manual code needs.
+"""Define the device mesh, the rules that place arrays on it, and helpers for code inside `shard_map`.
 
-Axes: `data` (rows of the batch), `expert` (rows, and the experts of a layer) and `context` (positions).
-Parameters are split over `data` and `context`, ZeRO-3 style, and experts over `expert` too. All axes are
-Explicit: a forgotten spec is an error when a function is traced, also on one device, where the mesh is
-1 x 1 x 1.
+The mesh has three axes: `data` splits the rows of a batch, `expert` splits rows and the experts of a layer, and
+`context` splits positions. Parameters are split over `data` and `context` as in ZeRO-3, experts over `expert` too. All
+axes are Explicit, so that a forgotten spec is an error at tracing time. One device has a 1 x 1 x 1 mesh and finds the
+same errors.
 """
 
 import contextlib
@@ -20,22 +20,22 @@ from dsv4_jax.section import ConfigError
 AXES = ("data", "expert", "context")
 BATCH = ("data", "expert")
 
-# Logical axis of a parameter -> mesh axes. Axes that are not named here are never split.
+# Logical axis of a parameter -> mesh axes that split it. A logical axis without an entry is never split.
 RULES = {"experts": ("expert",), "rows": AXES} | dict.fromkeys(("embed", "heads", "vocab"), ("data", "context"))
 
-# Compiler options for a program on CPU: it compiles in three quarters of the time and runs as fast (docs/results.md).
+# Compiler options for CPU: compile in three quarters of the default time, run as fast (docs/results.md).
 QUICK_CPU = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}
-# For a program that runs a few times on CPU: it compiles in half the time of QUICK_CPU and takes twice as long to run.
+# Compiler options for programs that run only a few times on CPU: half of QUICK_CPU's compile time, twice its run time.
 ONCE_CPU = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 if jax.__version_info__ < (0, 11):  # the older emitter has no MLIR passes for each fusion; later versions lack it
     ONCE_CPU |= {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
 
 
 def make_mesh(data: int = 1, expert: int = 1, context: int = 1) -> jax.sharding.Mesh:
-    """A mesh of `data` x `expert` x `context` devices with Explicit axes.
+    """Make a mesh of the first `data` x `expert` x `context` devices with Explicit axes.
 
     Raises:
-        ValueError: if there are fewer devices, naming both numbers.
+        ValueError: if there are fewer devices; the message names both numbers.
     """
     need = data * expert * context
     if need > jax.device_count():
@@ -44,16 +44,23 @@ def make_mesh(data: int = 1, expert: int = 1, context: int = 1) -> jax.sharding.
 
 
 def start_devices(cpu_devices: int = 0, distributed: str = "", deterministic: bool = False) -> None:
-    """Settings that must stand before JAX has devices; see `TrainConfig`.
+    """Apply the settings that JAX reads when it starts its devices; call it before anything uses a device.
+
+    Args:
+        cpu_devices: number of emulated CPU devices; 0: JAX chooses the platform. It has no effect if JAX has started
+            its devices already.
+        distributed: how to join the other processes: `HOST:PORT,COUNT,NUMBER`, or `auto` to let JAX detect the
+            cluster; empty: one process.
+        deterministic: whether XLA must choose deterministic operations on GPUs.
 
     Raises:
-        ConfigError: if JAX has started already with other ones, or the other processes cannot be found.
+        ConfigError: if `distributed` cannot be parsed, JAX is in use already, or the other processes do not answer.
     """
     if deterministic:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
     if cpu_devices:
         jax.config.update("jax_platforms", "cpu")
-        with contextlib.suppress(RuntimeError):  # there are devices already: `use_mesh` counts them
+        with contextlib.suppress(RuntimeError):  # JAX has started its devices: `use_mesh` checks their number
             jax.config.update("jax_num_cpu_devices", cpu_devices)
     if distributed and not jax.distributed.is_initialized():
         address, _, numbers = distributed.partition(",")
@@ -68,15 +75,15 @@ def start_devices(cpu_devices: int = 0, distributed: str = "", deterministic: bo
 
 
 def use_mesh(data: int, expert: int, context: int) -> None:
-    """Set the mesh of a run, or of a stage, on all devices, in place of another one.
+    """Set the mesh of a run or a stage over all devices, replacing the current mesh.
 
-    Arrays of an earlier run keep the mesh that they were made on.
+    Arrays made on an earlier mesh stay on it.
 
     Raises:
-        ConfigError: if the product is not the number of devices.
+        ConfigError: if `data` x `expert` x `context` is not the number of devices.
     """
-    found = jax.sharding.get_abstract_mesh()
-    if not found.empty and dict(found.shape) == dict(zip(AXES, (data, expert, context), strict=True)):
+    current = jax.sharding.get_abstract_mesh()
+    if not current.empty and dict(current.shape) == dict(zip(AXES, (data, expert, context), strict=True)):
         return
     need, count = data * expert * context, jax.device_count()
     if need != count:
@@ -90,33 +97,34 @@ def use_mesh(data: int, expert: int, context: int) -> None:
 
 
 def ensure_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Sets a 1 x 1 x 1 mesh of the default device if no mesh has been set.
+    """Set a 1 x 1 x 1 mesh of the first device if no mesh is set.
 
-    Enter the result around the code that needs it: inside a traced function, where a mesh cannot be
-    set, it holds the mesh for that code only.
+    Enter the returned context around the code that needs a mesh. Outside traced functions the mesh is set for good and
+    the context does nothing. Inside a traced function JAX cannot set a mesh, so the context provides an abstract one
+    for the code inside it.
     """
     if jax.sharding.get_abstract_mesh().empty:
         try:
             jax.set_mesh(make_mesh())
-        except ValueError:  # inside jit, where only an abstract mesh may be entered
+        except ValueError:  # inside jit, JAX permits only an abstract mesh
             return abstract_mesh(1, 1, 1)
     return contextlib.nullcontext()
 
 
 def abstract_mesh(data: int, expert: int, context: int) -> contextlib.AbstractContextManager[Any]:
-    """Enter a mesh of devices that need not exist, to compute shapes and shardings."""
+    """Return a context with an abstract mesh, whose devices need not exist, to compute shapes and shardings."""
     mesh = jax.sharding.AbstractMesh((data, expert, context), AXES, axis_types=(AxisType.Explicit,) * 3)
     return jax.sharding.use_abstract_mesh(mesh)
 
 
 def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
-    """Return the mesh that is set: the abstract one where its devices need not exist."""
+    """Return the current mesh: the concrete one, or inside `abstract_mesh` the abstract one."""
     mesh, abstract = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
     return mesh if mesh.abstract_mesh == abstract else abstract
 
 
 def on_cpu() -> bool:
-    """Return whether programs traced now are for CPUs: those of the mesh that is set, else JAX's default devices."""
+    """Return whether programs traced now run on CPU: on the current mesh's devices or, without them, JAX's default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (device.platform if device else jax.default_backend()) == "cpu"
 
@@ -131,9 +139,10 @@ def emulated() -> bool:
 
 
 def param_spec(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.P:
-    """Return the spec of a parameter: `RULES` applied to its logical axes, each mesh axis used once.
+    """Return the partition spec of a parameter: `RULES` applied to its logical `axes`, each mesh axis used once.
 
-    An axis that its mesh axes do not divide is split over the first of them that do, or replicated.
+    If the mesh axes of a rule do not divide the size in `shape`, or one is already used, the last of them is dropped
+    until the others fit. An axis that is left with none is replicated.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     spec: list[tuple[str, ...]] = []
@@ -146,20 +155,20 @@ def param_spec(axes: tuple[str, ...], shape: tuple[int, ...]) -> jax.P:
 
 
 def act_spec(rank: int) -> jax.P:
-    """Spec of an activation [B, S, ...]: rows over `data` and `expert`, positions over `context`."""
+    """Return the spec of an activation [B, S, ...]: rows over `data` and `expert`, positions over `context`."""
     return jax.P(BATCH, "context", *(None,) * (rank - 2))
 
 
 def row_spec(rank: int) -> jax.P:
-    """Spec of an array [B, ...] whose positions are whole on every device: document tables."""
+    """Return the spec of an array [B, ...] split by rows only, such as a document table: positions stay whole."""
     return jax.P(BATCH, *(None,) * (rank - 1))
 
 
 def varying(x: jax.Array, *like: jax.Array) -> jax.Array:
-    """`x` marked as differing between devices wherever an array of `like` does (in `shard_map`).
+    """Mark `x` as varying over every mesh axis that an array of `like` varies over, inside `shard_map`.
 
-    Loop carries and hand-written gradients need operands of one such type. Outside manual code this
-    is `x`. The transpose is the sum over the devices.
+    Loop carries and hand-written gradients need operands that vary over the same axes. The values do not change. The
+    transpose sums over those axes. Outside `shard_map` this returns `x`.
     """
 
     def axes_of(a: jax.Array) -> frozenset[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's configuration from a Python file with command-line flags, and from a run's config.json."""
+"""Load a run's configuration from a Python file with command-line flags, or from the config.json of a run."""
 
 import dataclasses
 import json
@@ -17,18 +17,18 @@ from dsv4_jax.section import RENAMED, ConfigError, Section, check_rules, deferre
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration that the Python file at `path` makes, with command-line overrides.
+    """Load the configuration of the Python file at `path`, and apply command-line flags.
 
     Args:
-        path: a file that defines `config()`, which returns a `Config`; or the name of a shipped one, as `tiny_v41`.
-        overrides: `--section.key value` pairs, typed like the fields; see `flags.with_flags`.
+        path: a file that defines `config()`, which returns a `Config`; or the name of a shipped file, as `tiny_v41`.
+        overrides: words of the command line, `--section.key value`; see `flags.with_flags`.
 
     Raises:
-        ConfigError: for a file that does not give a `Config`, an unknown key (naming the nearest valid
-            one), a value of the wrong type or one that breaks a rule.
+        ConfigError: if `config()` returns no `Config`, or for an unknown key (naming the nearest valid one), a value
+            of the wrong type or one that breaks a rule.
     """
     path = find_config(path)
-    with deferred_rules():  # a flag may replace what breaks a rule
+    with deferred_rules():  # a flag may replace a value that breaks a rule
         config = made_by(path, "config")
         if not isinstance(config, Config):
             raise ConfigError(f"{path}: config() must return a dsv4_jax.config.Config, found {type(config).__name__}")
@@ -41,14 +41,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def find_config(path: str | Path) -> Path:
-    """Return the configuration file at `path`, or the shipped one of that name.
+    """Return `path` if it is a file, else the path of the shipped configuration file of that name.
 
     Raises:
-        ConfigError: if there is neither; it lists the shipped names.
+        ConfigError: if there is neither; the message lists the shipped names.
     """
     if Path(path).is_file():
         return Path(path)
-    package = Path(__file__).parent.parent  # an installed one holds the folder, which lies beside it in a checkout
+    # The folder `configs` is inside an installed package, and next to the package in a checkout.
+    package = Path(__file__).parent.parent
     folder = next((f for f in (package / "configs", package.parent / "configs") if f.is_dir()), package)
     shipped = {file.stem: file for file in sorted(folder.glob("*.py"))}
     if str(path) in shipped:
@@ -57,10 +58,10 @@ def find_config(path: str | Path) -> Path:
 
 
 def made_by(path: str | Path, function: str) -> Any:
-    """What the function of that name in the Python file at `path` returns.
+    """Run the Python file at `path`, call its function of that name, and return the result.
 
     Raises:
-        ConfigError: naming the file, if there is none, or it fails.
+        ConfigError: if there is no such file, or if the file or the function raises; the message names the file.
     """
     if not Path(path).is_file():
         raise ConfigError(f"there is no file {path}")
@@ -69,6 +70,7 @@ def made_by(path: str | Path, function: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except TypeError as error:
+        # A misspelled field of a section gets an error with the nearest valid field.
         unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
         sections = {c.__name__: c for c in (ModelConfig, *Section.__subclasses__())}
         if unknown and unknown[1] in sections:
@@ -83,10 +85,10 @@ def made_by(path: str | Path, function: str) -> Any:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a run directory's config.json.
+    """Read the config.json at `path` as a JSON object.
 
     Raises:
-        ConfigError: if it is not a JSON object.
+        ConfigError: if the file holds anything else.
     """
     try:
         tree = json.loads(path.read_text())
@@ -98,21 +100,21 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def config_from_json(tree: dict[str, Any]) -> Config:
-    """Make the configuration of a run's config.json, which an older version may have written.
+    """Make the configuration from the JSON object of a config.json, which an older version may have written.
 
-    A missing key has its default. A renamed key is read under its new name. A key that is not known any more is left
-    out, except one of the model, whose weights may mean nothing without it. The rules are not checked: the run kept to
-    those of the version that wrote it.
+    A missing key gets its default. A renamed key is read under its new name. An unknown key is ignored, but one of the
+    model is an error, because the weights may be of a different model without it. The rules are not checked, because
+    the run was checked by the version that wrote the file.
 
     Raises:
-        ConfigError: if a key of the model is unknown, or a value is missing or has another type.
+        ConfigError: if a key of the model is unknown, a key without default is missing, or a value has another type.
     """
     with deferred_rules():
-        return _from_json(Config, with_new_names(tree), "config.json")
+        return _make_from_json(Config, with_new_names(tree), "config.json")
 
 
 def with_new_names(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config.json's tree with the keys that were renamed since under their new names."""
+    """Return a copy of a config.json's JSON object in which renamed keys have their new names."""
     tree = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
     for old, new in RENAMED.items():
         section, _, name = old.partition(".")
@@ -122,7 +124,8 @@ def with_new_names(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _from_json(cls: type[Any], tree: dict[str, Any], where: str) -> Any:
+def _make_from_json(cls: type[Any], tree: dict[str, Any], where: str) -> Any:
+    """Make the dataclass `cls`, and those inside it, from a JSON object; `where` names the object in errors."""
     values: dict[str, Any] = {}
     hints = typing.get_type_hints(cls)
     for key, value in tree.items():
@@ -133,9 +136,10 @@ def _from_json(cls: type[Any], tree: dict[str, Any], where: str) -> Any:
                     "version that wrote it or, if the model is the same without the key, delete it there"
                 )
             continue
+        # Sections and stages are JSON objects; JSON has lists in place of tuples.
         if dataclasses.is_dataclass(hints[key]):
-            value = _from_json(hints[key], value, f"{key} of {where}")
+            value = _make_from_json(hints[key], value, f"{key} of {where}")
         elif key == "stages":
-            value = tuple(_from_json(Stage, stage, f"{key} of {where}") for stage in value)
+            value = tuple(_make_from_json(Stage, stage, f"{key} of {where}") for stage in value)
         values[key] = tuple(value) if isinstance(value, list) else value
     return from_fields(cls, values, where)

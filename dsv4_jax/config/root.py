@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a run: a tree of sections, which stages change at token counts (docs/stages.md)."""
+"""Define the configuration of a run: a tree of sections. Stages change its values at token counts (docs/stages.md)."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ from dsv4_jax.section import ConfigError, Section, check_rules, deferred_rules, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage(Section):
-    """A part of a run."""
+    """A range of a run's steps with its own values of some keys."""
 
     name: str
     """Name of the stage, for tables, events and flags (--stages.NAME.section.key)."""
@@ -42,15 +42,15 @@ class Stage(Section):
 
 
 class ResolvedStage(NamedTuple):
-    """A stage with the configuration and the steps that it comes to.
+    """A stage with its whole configuration and its range of steps.
 
     Attributes:
         number: number of the stage, from 0.
         declared: the stage as the configuration declares it.
-        cfg: the configuration of its steps, without stages; `train.steps` counts the steps of all stages.
-        first: steps of the run before it.
-        last: steps of the run up to its end.
-        clock: counts the tokens of the run's steps.
+        cfg: the configuration of the stage's steps. It has no stages; its `train.steps` counts the steps of all stages.
+        first: number of steps of the run before this stage.
+        last: number of steps of the run up to the end of this stage.
+        clock: converts between steps and tokens of the run.
     """
 
     number: int
@@ -62,9 +62,10 @@ class ResolvedStage(NamedTuple):
 
     @property
     def planned(self) -> int:
-        """Count the tokens that the stage's data are planned for: up to its end, by the batch of its first step.
+        """Count the tokens for which the stage's data are planned, rounded up to whole batches.
 
-        A later change of the batch keeps this plan, so that a position in the data still means the same row.
+        The batch is that of the stage's first step. A change of the batch size after that step keeps this count, so
+        that a position in the data keeps referring to the same row.
         """
         seen = self.clock.tokens(self.first)
         size = self.clock.tokens(self.first + 1) - seen
@@ -88,7 +89,8 @@ class Config(Section):
     def replace(self, changes: Mapping[str, Any]) -> "Config":
         """Return a copy with values replaced by key: `cfg.replace({"data.seq_len": 256, "stages": ()})`.
 
-        Fewer `train.steps` shorten a warm-up and a decay in steps that no longer fit, in proportion, as a flag does.
+        If a warm-up and a decay in steps no longer fit into a lower `train.steps`, both are shortened in proportion,
+        as by a flag.
 
         Raises:
             ConfigError: for an unknown key (naming the nearest one), a wrong type or a broken rule.
@@ -97,28 +99,33 @@ class Config(Section):
 
     @functools.cached_property
     def resolved_stages(self) -> tuple[ResolvedStage, ...]:
-        """The stages with their configurations and steps; a run without stages is one stage."""
+        """Return the stages with their configurations and steps; a run without stages is one stage."""
         return resolve_stages(self)
 
     def after(self, done: tuple[tuple[int, int], ...]) -> "Config":
-        """Return a copy whose stages go on from steps that are done: (steps, tokens), as `Clock.until` lists them.
+        """Return a copy whose stages count the steps that are `done` with the batch sizes that these had.
 
-        Without it every step counts as one of today's batches. `replace` takes it back.
+        Without `done`, every step counts as one batch of the present configuration. Configurations that `replace` makes
+        from the copy have no `done`.
+
+        Args:
+            done: (steps, tokens) pairs, as `Clock.until` lists them.
         """
-        other = copy.copy(self)
-        other.__dict__["resolved_stages"] = resolve_stages(self, done)
-        return other
+        continued = copy.copy(self)
+        continued.__dict__["resolved_stages"] = resolve_stages(self, done)  # the value that the property has cached
+        return continued
 
     @property
     def steps(self) -> int:
-        """Optimizer steps after which the run ends."""
+        """Return the number of optimizer steps of the run."""
         return self.train.steps or self.resolved_stages[-1].last
 
     def stage_at(self, step: int) -> ResolvedStage:
-        """Return the stage of the next step after `step` steps."""
+        """Return the stage of the step that follows `step` steps; after the last step, the last stage."""
         return next((stage for stage in self.resolved_stages if step < stage.last), self.resolved_stages[-1])
 
     def _check(self) -> None:
+        """Check the rules across sections. Those of each stage are checked when the stages are resolved."""
         if not self.stages:
             self._check_stage()
             return
@@ -129,12 +136,13 @@ class Config(Section):
             raise ConfigError(f"all stages must have a mesh of the same number of devices, found {sorted(devices)}")
 
     def check_steps(self) -> None:
-        """Refuse `train.steps` beyond the stages.
+        """Check that `train.steps` is not beyond the end of the last stage.
 
-        Call it on what `after` returns, for a run that continues: steps that are done may have had another batch size.
+        For a run that continues, call it on the configuration that `after` returns, because the steps that are done may
+        have had another batch size.
 
         Raises:
-            ConfigError: with the number of steps of the stages.
+            ConfigError: if it is; the message names the number of steps of the stages.
         """
         if self.stages and self.train.steps > self.resolved_stages[-1].last:
             raise ConfigError(
@@ -143,9 +151,11 @@ class Config(Section):
             )
 
     def _check_stage(self) -> None:
+        """Check the rules across sections for a run without stages, or for one stage of a run."""
         model, optim, steps, mesh = self.model, self.optim, self.train.steps, self.mesh
         if not steps:
             raise ConfigError("train.steps must be above 0 in a run without stages")
+        # The mesh and the parts of an accumulated step divide the rows; waves divide the experts of a device.
         parts = mesh.data * mesh.expert * self.train.accumulate
         if self.data.batch_size % parts:
             raise ConfigError(
@@ -158,6 +168,7 @@ class Config(Section):
                 f"model.expert_waves = {waves} must divide the {experts // mesh.expert} experts of a device: "
                 f"model.n_routed_experts = {experts} over mesh.expert = {mesh.expert}"
             )
+        # The objective and the losses need their blocks.
         dspark = bool(model.dspark_target_layer_ids)
         if self.loss.mtp and (dspark or not model.n_mtp_layers):
             raise ConfigError(
@@ -170,6 +181,7 @@ class Config(Section):
             )
         if self.train.objective == "draft" and not dspark:
             raise ConfigError("train.objective = 'draft' needs draft blocks: model.dspark_target_layer_ids names none")
+        # Anticipatory routing in mode `auto` reacts to spikes, by a rollback that needs an old enough checkpoint.
         mode, watched = self.routing.anticipation.mode, self.spikes.loss or self.spikes.grad_norm
         if mode == "auto" and not watched:
             raise ConfigError("routing.anticipation.mode = 'auto' needs spikes.loss or spikes.grad_norm above 0")
@@ -186,6 +198,7 @@ class Config(Section):
             raise ConfigError(
                 f"routing.anticipation.mode = {mode!r} is for pre-training, not for train.objective = 'draft'"
             )
+        # The schedule in steps fits into the run.
         if not optim.decay_tokens and optim.warmup_steps + optim.decay_steps > steps:
             raise ConfigError(
                 f"optim.warmup_steps + optim.decay_steps = {optim.warmup_steps + optim.decay_steps} "
@@ -194,48 +207,58 @@ class Config(Section):
 
 
 def resolve_stages(cfg: "Config", done: tuple[tuple[int, int], ...] = ((0, 0),)) -> tuple[ResolvedStage, ...]:
-    """Resolve the stages; a run without stages is one stage.
+    """Compute the configuration and the range of steps of every stage; a run without stages is one stage.
 
     Args:
-        cfg: the run.
-        done: (steps, tokens) of the steps that are done, whatever batch they had (`Clock`).
+        cfg: configuration of the run.
+        done: (steps, tokens) pairs of the steps that are done, as `Clock.until` lists them. These steps keep the batch
+            sizes that they had.
+
+    Raises:
+        ConfigError: if a stage changes a key that it may not change, breaks a rule or has no step, or if the stages do
+            not end at ascending token counts. The message names the stage.
     """
     if not cfg.stages:
         clock = Clock(Stepwise(((0, cfg.data.batch_size * cfg.data.seq_len),)), done)
         return (ResolvedStage(0, Stage(name="", until=clock.tokens(cfg.train.steps)), cfg, 0, cfg.train.steps, clock),)
-    resolved = []
+    # Apply the changes of each stage to the configuration of the stage before it.
+    configs = []
     part = cfg
     for number, stage in enumerate(cfg.stages, 1):
-        with _named(number, stage):
+        with _name_in_errors(number, stage):
             for key in stage.changes:
                 if not CHANGEABLE.fullmatch(key):
                     raise ConfigError(f"it cannot change {key!r}{nearest(key, changeable(cfg))}")
-            with deferred_rules():  # those across sections need the number of steps, which comes from the data's
+            # Rules across sections need the number of steps, which follows from the batch sizes in `data`. Until it is
+            # known, only the rules of `data` are checked.
+            with deferred_rules():
                 part = changed(part, {"stages": (), **stage.changes})
             check_rules(part.data)
-        resolved.append(part)
+        configs.append(part)
+    # Tokens at the start of each stage, and at the end of the last.
     starts = [0, *(stage.until for stage in cfg.stages)]
     if starts != sorted(set(starts)):
         raise ConfigError(f"the stages must end at ascending token counts above 0, found {starts[1:]}")
-    sizes = (part.data.batch_size * part.data.seq_len for part in resolved)
+    sizes = (part.data.batch_size * part.data.seq_len for part in configs)
     clock = Clock(Stepwise(tuple(zip(starts, sizes, strict=False))), done)
+    # With the batch sizes, token counts become numbers of steps. `train.steps` of every stage is that of the whole run.
     steps = [clock.steps(start) for start in starts]
-    found = []
-    for number, (stage, part) in enumerate(zip(cfg.stages, resolved, strict=True)):
+    resolved = []
+    for number, (stage, part) in enumerate(zip(cfg.stages, configs, strict=True)):
         first, last = steps[number : number + 2]
-        with _named(number + 1, stage):
+        with _name_in_errors(number + 1, stage):
             if first == last:
                 raise ConfigError(f"no step begins before it ends at {stage.until:,} tokens")
             with deferred_rules():
                 part = changed(part, {"train.steps": steps[-1]})
             check_rules(part)
-        found.append(ResolvedStage(number, stage, part, first, last, clock))
-    return tuple(found)
+        resolved.append(ResolvedStage(number, stage, part, first, last, clock))
+    return tuple(resolved)
 
 
 @contextlib.contextmanager
-def _named(number: int, stage: Stage) -> Generator[None]:
-    """Name the stage, numbered from 1 as in `plan`, in errors."""
+def _name_in_errors(number: int, stage: Stage) -> Generator[None]:
+    """Prefix every ConfigError of the enclosed code with the stage: its `number`, from 1 as in `plan`, and its name."""
     try:
         yield
     except ConfigError as error:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text, tokens, batches."""
+"""Read text and images, tokenise them, pack them into rows, and make batches."""

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define a batch: the names, shapes and types of its arrays, their placement on the mesh, and how it is cut in parts.
+"""Define a batch: names, shapes and types of its arrays, their placement on the mesh, and its parts for accumulation.
 
-A batch of packed rows is a dict of int32 arrays [B, S]:
-- `ids`: token ids;
-- `segment_ids`: 0 padding, 1, 2, ... the documents of the row;
-- `targets`: the token after each one, -1 where there is none. Targets come from whole documents, so a document longer
-  than a row loses none where it is cut;
-- `mtp_targets`: the token after that, -1 where there is none.
+A batch holds B packed rows of S positions, as a dict of int32 arrays [B, S]:
+- `ids`: token ids.
+- `segment_ids`: 0 for padding; 1, 2, ... for the pieces of documents in the row.
+- `targets`: the next token of the same document; -1 where there is none. A document that is cut into pieces keeps the
+  target at each cut.
+- `mtp_targets`: the token after the target; -1 where there is none.
 
-For a model with vision there are also
-- `token_types` [B, S]: 0 START, 1 IMAGE, 2 NEWLINE, 3 END of an image, -1 text and padding;
-- `patches`, float32 [B, P, 3, p, p]: those of each row's images, in reading order, one image after another; then 0;
-- `image_grids`, int32 [B, n, 4]: for each image of a row (number of the row in the batch, position of its START,
-  rows, columns of its patches), in order; then lines of 0.
-P patches and n images are the row's budget, P padded like S. The id of images is never a target: a position before
-START and all of an image but its END have target -1; the END has the text that follows. `mtp_targets` are -1 also
-where `targets` are, since the block that predicts them reads those.
+A model with vision has three more arrays:
+- `token_types`, int32 [B, S]: 0 START, 1 IMAGE, 2 NEWLINE and 3 END inside an image, -1 for text and padding.
+- `patches`, float32 [B, P, 3, p, p]: the patches of the row's images, in reading order, image after image; then 0.
+- `image_grids`, int32 [B, n, 4]: (row of the batch, position of START, patch rows, patch columns) of each image of the
+  row, in order; then lines of 0.
+P and n are the row's budget of patches and images; P is padded like S. The id of images is never a target. Therefore
+the position before START and every position of an image except END have target -1; END has the text that follows.
+Where `targets` is -1, `mtp_targets` is -1 too, because the MTP block reads the target as its input.
 
-The training loop and an objective may add arrays with rows and positions: `engram_rows` [B, S, Engrams, columns],
-`experts` [B, S, learned layers, k] (anticipatory routing), `anchors` [B, A] (training of draft blocks).
+The training loop and an objective may add `engram_rows` [B, S, Engrams, columns], `experts` [B, S, learned layers, k]
+for anticipatory routing, and `anchors` [B, A] for the training of draft blocks.
 """
 
 import jax
@@ -36,7 +36,7 @@ from dsv4_jax.model.token_types import TEXT
 HostBatch = dict[str, np.ndarray]
 Batch = dict[str, jax.Array]
 
-# The value that stands where a row has no token, patch or image, by array.
+# Value of the unused entries of each array: positions without a token, patches and images that a row does not use.
 EMPTY = {
     "ids": 0, "segment_ids": 0, "targets": -1, "mtp_targets": -1,
     "token_types": TEXT, "patches": 0, "image_grids": 0,
@@ -44,7 +44,7 @@ EMPTY = {
 
 
 def row_shapes(S: int, budget: Budget | None) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every array of one row of S positions, by name."""
+    """Return the shape of every array of one row of S positions, by the array's name."""
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("ids", "segment_ids", "targets", "mtp_targets"), (S,))
     if budget:
         shapes["token_types"] = (S,)
@@ -54,22 +54,25 @@ def row_shapes(S: int, budget: Budget | None) -> dict[str, tuple[int, ...]]:
 
 
 def array_type(name: str) -> type[np.number]:
-    """Return the type of an array of a batch."""
+    """Return the dtype of the array `name` of a batch."""
     return np.float32 if name == "patches" else np.int32
 
 
 def empty_row(S: int, budget: Budget | None) -> HostBatch:
-    """Make the arrays of one row of padding."""
+    """Make the arrays of one row without tokens and images."""
     return {name: np.full(shape, EMPTY[name], array_type(name)) for name, shape in row_shapes(S, budget).items()}
 
 
 def batch_spec(name: str, rank: int) -> jax.P:
-    """Return the spec of an array of a batch: rows are split, and positions and patches; tables of images are not."""
+    """Return the partition spec of the array `name` of a batch, which has `rank` axes with that of the rows.
+
+    Rows are split in every array. The second axis, positions or patches, is split too, except in `image_grids`.
+    """
     return row_spec(rank) if name == "image_grids" else act_spec(rank)
 
 
 def abstract_batch(cfg: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes, types and shardings of a batch of `rows` rows, on the mesh that is set."""
+    """Return the shapes, dtypes and shardings of a batch of `rows` rows on the current mesh."""
     padded = lambda size: size + -size % cfg.mesh.context
     budget = row_budget(VisionLayout.of(cfg.model), cfg.data)
     shapes = row_shapes(padded(cfg.data.seq_len), budget and budget._replace(patches=padded(budget.patches)))
@@ -82,7 +85,7 @@ def abstract_batch(cfg: Config, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def with_engram_rows(batch: dict[str, jax.ShapeDtypeStruct], model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Add the rows of the Engrams' tables to an abstract batch, so that tracing the model needs no token map."""
+    """Add `engram_rows` to an abstract batch if the model has Engrams, so that tracing needs no token map."""
     if not model.engram_layer_ids:
         return batch
     columns = (model.engram_max_ngram_size - 1) * model.engram_n_heads
@@ -92,21 +95,23 @@ def with_engram_rows(batch: dict[str, jax.ShapeDtypeStruct], model: ModelConfig)
 
 
 def accumulation_parts(batch: Batch, parts: int) -> Batch:
-    """Cut a batch into parts [parts, B / parts, ...], with an equal share of every device's rows in each.
+    """Reshape every array [B, ...] of a batch to [parts, B / parts, ...], for gradient accumulation.
 
-    The row numbers in `image_grids` become those in the part.
+    Each device cuts its own rows, so that no row moves and every part has the same number of rows on every device. The
+    row numbers in `image_grids` are changed to those within the part.
     """
 
     def split(batch: Batch) -> Batch:
-        found = {name: x.reshape(parts, -1, *x.shape[1:]) for name, x in batch.items()}
-        if "image_grids" in found:
-            # A row's number counts the rows of all devices before it, of this part alone.
-            grids = found["image_grids"]
+        """Cut one device's rows of every array into parts: [parts, rows of a part, ...]."""
+        cut = {name: x.reshape(parts, -1, *x.shape[1:]) for name, x in batch.items()}
+        if "image_grids" in cut:
+            # Within a part, device d of the batch axes has rows d * rows to (d + 1) * rows. Unused lines keep row 0.
+            grids = cut["image_grids"]
             rows = grids.shape[1]
             numbers = jax.lax.axis_index(BATCH) * rows + jnp.arange(rows)
             number = jnp.where(grids[..., 2] > 0, numbers[:, None], 0)
-            found["image_grids"] = jnp.concatenate([number[..., None], grids[..., 1:]], -1)
-        return found
+            cut["image_grids"] = jnp.concatenate([number[..., None], grids[..., 1:]], -1)
+        return cut
 
     specs = {name: batch_spec(name, x.ndim) for name, x in batch.items()}
     out_specs = {name: jax.P(None, *spec) for name, spec in specs.items()}
@@ -114,11 +119,18 @@ def accumulation_parts(batch: Batch, parts: int) -> Batch:
 
 
 def put_batch(batch: HostBatch, own: list[int], rows: int) -> Batch:
-    """Put a batch of `rows` rows on the devices, from the rows `own` that this process has."""
+    """Put a batch on the devices of the current mesh.
+
+    Args:
+        batch: the rows of this process.
+        own: numbers of these rows in the whole batch, ascending.
+        rows: number of rows of the whole batch.
+    """
 
     def put(name: str, x: np.ndarray) -> jax.Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None  # every device has a part
+            """Return one device's part, whose rows `index[0]` gives in numbers of the whole batch."""
+            assert index is not None  # JAX gives an index for every device of this process
             numbers = range(rows)[index[0]]
             first = own.index(numbers[0])
             return x[first : first + len(numbers), *index[1:]]

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read documents from arrays of ids, in memory or mapped: a piece of a document is read without the rest of it."""
+"""Read documents from arrays of ids, in memory or memory-mapped.
+
+Reading a piece of a document does not read the rest of the document.
+"""
 
 import dataclasses
 import functools
@@ -22,29 +25,29 @@ from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.data.vision_layout import VisionLayout
 from dsv4_jax.section import ConfigError, RunError
 
-# A document in an array of ids: [start, end) without borders, and the hash of its name.
+# One document in an array of ids: its range [start, end) without borders, and the hash of its name.
 TABLE = np.dtype([("start", "<i8"), ("end", "<i8"), ("key", "<u4")])
 _INDEX_FORMAT = 2
-_INDEXED = 1 << 26  # bytes of a file of ids from which its table is kept; less is scanned in a tenth of a second
-_TABLES = ".tables"  # folder of those tables in `data.prepared`
-_HEADERS = {20240520: "uint16", 20240801: "uint32"}  # llm.c's `.bin` files begin with one of these
-_HEADER = 256  # int32 of such a header; the third is the number of ids
-_OPEN = 256  # files that are mapped at a time: each holds one file open, of which a process may often have 1024
-_CHUNK = 1 << 24  # ids that are scanned together
-_DIGITS = 4  # decimal digits that are hashed by one look-up
+_INDEXED = 1 << 26  # bytes from which a file's table is saved; a smaller file is scanned in a tenth of a second
+_TABLES = ".tables"  # folder of the saved tables, in `data.prepared`
+_HEADERS = {20240520: "uint16", 20240801: "uint32"}  # first int32 of llm.c's `.bin` files -> type of their ids
+_HEADER = 256  # length of llm.c's header in int32; the third int32 is the number of ids
+_OPEN = 256  # maximum number of mapped files: each keeps a file open, and a process may often open only 1024
+_CHUNK = 1 << 24  # ids that are scanned at a time
+_DIGITS = 4  # decimal digits that one look-up hashes
 
 
 class ArrayFile(NamedTuple):
     """An array of one axis in a file, which is mapped when it is read.
 
-    At most `_OPEN` files are mapped at a time; the one that was read longest ago is closed for the next.
+    At most `_OPEN` files are mapped at a time. To map another one, the least recently read one is closed.
 
     Attributes:
-        file: where it is.
-        dtype: of its elements.
-        offset: bytes before the first element.
+        file: path of the file.
+        dtype: dtype of the elements.
+        offset: number of bytes before the first element.
         length: number of elements.
-        stamp: size and time of the file, by which a replaced one is noticed.
+        stamp: size of the file in bytes and time of its last change in ns, to detect that the file has been replaced.
     """
 
     file: Path
@@ -55,7 +58,7 @@ class ArrayFile(NamedTuple):
 
     @classmethod
     def of(cls, file: Path, dtype: np.dtype, offset: int, length: int) -> "ArrayFile":
-        """Describe an array in a file as it is now."""
+        """Describe an array in a file, with the file's present size and time of change."""
         stat = file.stat()
         return cls(file, dtype, offset, length, (stat.st_size, stat.st_mtime_ns))
 
@@ -64,7 +67,7 @@ class ArrayFile(NamedTuple):
         """Describe the array of an `.npy` file.
 
         Raises:
-            ValueError: if it has not one axis.
+            ValueError: if the array has another number of axes than one.
         """
         array = np.load(file, mmap_mode="r", allow_pickle=False)
         if array.ndim != 1:
@@ -72,27 +75,30 @@ class ArrayFile(NamedTuple):
         return cls.of(file, array.dtype, array.offset, len(array))
 
     def read(self) -> np.ndarray:
-        """Return the array, mapped.
+        """Map the array and return it.
 
         Raises:
-            RunError: if the file is another than when it was opened first.
+            RunError: if the file has changed since it was described.
         """
         return _map(self)
 
 
 @functools.lru_cache(maxsize=_OPEN)
 def _map(array: ArrayFile) -> np.ndarray:
-    """See `ArrayFile.read`."""
+    """Map an array; the last `_OPEN` ones stay mapped (see `ArrayFile.read`)."""
     if not array.length:
         return np.zeros(0, array.dtype)
     if ArrayFile.of(*array[:4]) != array:
         raise RunError(f"{array.file} has been replaced while the run reads it: start the run again")
     mapped = np.memmap(array.file, array.dtype, mode="r", offset=array.offset, shape=array.length)
-    return np.asarray(mapped)  # a slice of np.memmap costs several times that of an array
+    return np.asarray(mapped)  # a slice of an array costs a fraction of a slice of np.memmap
 
 
 def _cut(body: np.ndarray, border: int, first: int, last: int) -> np.ndarray:
-    """Return tokens [first, last) of a document, which has `body` between two borders, int32."""
+    """Return tokens [first, last) of a document, int32.
+
+    The tokens of a document are a border, its ids `body` and a border. Past the second border there are none.
+    """
     edge = np.array([border], np.int32)
     parts = [edge[first:last]] if first < 1 else []
     parts.append(body[max(first - 1, 0) : max(last - 1, 0)].astype(np.int32))
@@ -103,9 +109,10 @@ def _cut(body: np.ndarray, border: int, first: int, last: int) -> np.ndarray:
 
 @dataclasses.dataclass
 class Flat:
-    """Hold documents in one array of ids in memory: document i has ids[starts[i]:ends[i]].
+    """A source whose documents are in one array of ids in memory: document i is ids[starts[i]:ends[i]].
 
-    `lengths` is computed once: planning reads it for every piece, so a property would cost the whole corpus a piece.
+    `lengths` is computed once and stored, because packing reads it for every piece: a property would go through all
+    documents each time.
     """
 
     name: str
@@ -123,43 +130,54 @@ class Flat:
         self.lengths = self.ends - self.starts + 2
 
     def tokens(self, document: int, first: int, last: int) -> np.ndarray:
-        """See `Source`."""
+        """Return tokens [first, last) of a document, int32 [last - first] or fewer at its end (see `Source`)."""
         return _cut(self.ids[self.starts[document] : self.ends[document]], self.border, first, last)
 
     def image(self, number: int) -> bytes | Image.Image:
-        """See `Source`."""
+        """Return image `number` of the source (see `Source`)."""
         image = self.images[number]
         return drawn.draw(image) if isinstance(image, str) else image
 
 
 class Mapped:
-    """Documents in one mapped array of ids, and their mapped `TABLE`. Only keys and lengths are held in memory."""
+    """A source whose documents are in one mapped array of ids, with a `TABLE` of them.
+
+    Only keys and lengths are in memory, and the table if it is not in a file.
+    """
 
     skipped = 0
     spans: Spans | None = None
 
     def __init__(self, name: str, ids: ArrayFile, table: ArrayFile | np.ndarray, border: int):
-        """Take the arrays; a `table` that is no file stays in memory."""
+        """Read lengths and keys from the table.
+
+        Args:
+            name: name of the source, for messages.
+            ids: the documents' ids.
+            table: the `TABLE` of the documents, in a file or in memory.
+            border: id of the token before and after each document.
+        """
         self.name, self._ids, self._table, self._border = name, ids, table, border
         rows = self._rows()
         self.lengths: np.ndarray = rows["end"] - rows["start"] + 2
         self.keys = rows["key"].copy()  # a view would keep the file mapped
 
     def _rows(self) -> np.ndarray:
+        """Return the `TABLE` of the documents, mapped if it is in a file."""
         return self._table.read() if isinstance(self._table, ArrayFile) else self._table
 
     def tokens(self, document: int, first: int, last: int) -> np.ndarray:
-        """See `Source`."""
+        """Return tokens [first, last) of a document, int32 [last - first] or fewer at its end (see `Source`)."""
         start, end, _ = self._rows()[document]
         return _cut(self._ids.read()[start:end], self._border, first, last)
 
     def image(self, number: int) -> bytes:
-        """See `Source`."""
+        """Raise IndexError, because the source has no images."""
         raise IndexError(number)
 
 
 class Joined:
-    """Several arrays of documents as one source, without images."""
+    """A source that joins the documents of several mapped arrays, in order; without images."""
 
     spans: Spans | None = None
 
@@ -169,15 +187,15 @@ class Joined:
         self.keys = np.concatenate([np.zeros(0, np.uint32), *(part.keys for part in parts)])
         self._ends = np.cumsum([len(part.lengths) for part in parts], dtype=np.int64)
         for part, end in zip(parts, self._ends.tolist(), strict=True):
-            part.lengths = self.lengths[end - len(part.lengths) : end]  # a view: each length is held once
+            part.lengths = self.lengths[end - len(part.lengths) : end]  # a view, so that each length is in memory once
 
     def tokens(self, document: int, first: int, last: int) -> np.ndarray:
-        """See `Source`."""
+        """Return tokens [first, last) of a document, int32 [last - first] or fewer at its end (see `Source`)."""
         part = int(np.searchsorted(self._ends, document, side="right"))
         return self._parts[part].tokens(document - (int(self._ends[part - 1]) if part else 0), first, last)
 
     def image(self, number: int) -> bytes:
-        """See `Source`."""
+        """Raise IndexError, because the source has no images."""
         raise IndexError(number)
 
 
@@ -191,42 +209,45 @@ def table_of(starts: np.ndarray, ends: np.ndarray, keys: np.ndarray) -> np.ndarr
 def open_id_files(
     path: str, files: list[Any], cfg: DataConfig, tokenizer: Tokenizer, vision: VisionLayout | None
 ) -> Mapped | Joined:
-    """Open files of ids, each a stream of documents with borders between them; they have no images.
+    """Open files of ids as one source; in each file the documents are separated by borders. They have no images.
 
     Raises:
-        ConfigError: for a file that is none of ids, or has one that no text has.
+        ConfigError: for a file that does not hold ids, an id outside the tokenizer's range, or the id of images.
     """
     parts = [_open(remote.local(file), str(file), cfg, tokenizer, vision) for file in files]
     return parts[0] if len(parts) == 1 else Joined(path, parts)
 
 
 def _open(file: Path, name: str, cfg: DataConfig, tokenizer: Tokenizer, vision: VisionLayout | None) -> Mapped:
-    ids = _array(file, cfg.bin_type)
+    """Open one file of ids; scan it for documents unless it is large and its table has been saved by an earlier run."""
+    ids = _describe_ids(file, cfg.bin_type)
     if ids.length * ids.dtype.itemsize < _INDEXED:
         return Mapped(name, ids, _scan(file, ids.read(), tokenizer, vision), tokenizer.border)
-    # All that the table depends on. The file's content is taken from a sample: its path and time change with a copy.
-    known: list[Any] = [_INDEX_FORMAT, file.name, file.stat().st_size, sample_hash(file), ids.dtype.str]
-    known += [tokenizer.size, tokenizer.border, vision.image_token_id if vision else None]
-    digest = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:12]
-    # In a hidden folder, so that a `data.path` that holds `data.prepared` does not give the table as ids.
+    # The name of the saved table has a digest of all that the table depends on. The content of the file enters by a
+    # sample, not by path and time, which a copy changes.
+    depends_on: list[Any] = [_INDEX_FORMAT, file.name, file.stat().st_size, sample_hash(file), ids.dtype.str]
+    depends_on += [tokenizer.size, tokenizer.border, vision.image_token_id if vision else None]
+    digest = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:12]
+    # The folder is hidden, so that a `data.path` that contains `data.prepared` does not read the table as ids.
     index = remote.open_path(cfg.prepared, "data.prepared") / _TABLES / f"{file.name[-40:]}-{digest}.npy"
     if not index.exists():
-        _write(index, _scan(file, ids.read(), tokenizer, vision))
-    return Mapped(name, ids, _read(index), tokenizer.border)
+        _save_table(index, _scan(file, ids.read(), tokenizer, vision))
+    return Mapped(name, ids, _describe_table(index), tokenizer.border)
 
 
-def _array(file: Path, bin_type: str) -> ArrayFile:
-    """Describe the ids of a file.
+def _describe_ids(file: Path, bin_type: str) -> ArrayFile:
+    """Describe the array of ids in an `.npy` or `.bin` file; `bin_type` is the dtype of a `.bin` file.
 
     Raises:
-        ConfigError: if it does not hold one axis of integers.
+        ConfigError: if the file does not hold one axis of integers, or is truncated.
     """
     try:
         if file.suffix == ".npy":
             ids = ArrayFile.of_npy(file)
         else:
+            # A `.bin` file is a plain array, perhaps after llm.c's header.
             size, kind = file.stat().st_size, np.dtype(bin_type)
-            offset = _header(file, size, bin_type) if size else 0
+            offset = _measure_header(file, size, bin_type) if size else 0
             if size % kind.itemsize:
                 raise ConfigError(f"{file} has {size:,} bytes, no whole number of {bin_type}: it is truncated")
             ids = ArrayFile.of(file, kind, offset, (size - offset) // kind.itemsize)
@@ -239,12 +260,17 @@ def _array(file: Path, bin_type: str) -> ArrayFile:
     return ids
 
 
-def _header(file: Path, size: int, bin_type: str) -> int:
-    """Return the bytes before the ids of a `.bin` file: those of llm.c's header if it has one, else 0."""
+def _measure_header(file: Path, size: int, bin_type: str) -> int:
+    """Return the number of bytes before the ids of a `.bin` file: the size of llm.c's header if there is one, else 0.
+
+    Raises:
+        ConfigError: if the header gives another type than `bin_type`, or another file size than `size` in bytes.
+    """
     header, offset = np.fromfile(file, "<i4", _HEADER), 4 * _HEADER
     kind = _HEADERS.get(int(header[0])) if header.size else None
     if kind is None:
         return 0
+    # There is a header: its type of ids and its number of ids must fit the configuration and the file.
     if kind != bin_type:
         raise ConfigError(f"{file} has llm.c's header of {kind} ids, but data.bin_type is {bin_type}: set it to {kind}")
     expected = offset + (int(header[2]) * np.dtype(kind).itemsize if header.size == _HEADER else 0)
@@ -254,51 +280,65 @@ def _header(file: Path, size: int, bin_type: str) -> int:
 
 
 def _scan(file: Path, ids: np.ndarray, tokenizer: Tokenizer, vision: VisionLayout | None) -> np.ndarray:
-    """Read all ids once: check them, and return the `TABLE` of the documents between their borders."""
+    """Read all ids of a file once, check their range, and return the `TABLE` of the documents between borders.
+
+    Raises:
+        ConfigError: for an id outside the tokenizer's range, or the id of images.
+    """
+    # Positions of all borders, chunk by chunk; the start of the file counts as one at -1.
     borders = [np.array([-1])]
     for first in range(0, len(ids), _CHUNK):
         some = ids[first : first + _CHUNK]
         low, high = some.min(), some.max()
         if low < 0 or high >= tokenizer.size:
-            at = first + int(np.argmax((some < 0) | (some >= tokenizer.size)))
+            wrong = first + int(np.argmax((some < 0) | (some >= tokenizer.size)))
             raise ConfigError(
-                f"{file}: id {ids[at]} at position {at:,} is outside the tokenizer's {tokenizer.size} ids; is "
+                f"{file}: id {ids[wrong]} at position {wrong:,} is outside the tokenizer's {tokenizer.size} ids; is "
                 "data.tokenizer the one it was made with, and data.bin_type right?"
             )
         if vision and (some == vision.image_token_id).any():
-            at = first + int(np.argmax(some == vision.image_token_id))
-            raise ConfigError(f"{file}: position {at:,} has model.image_token_id, but files of ids have no images")
+            wrong = first + int(np.argmax(some == vision.image_token_id))
+            raise ConfigError(f"{file}: position {wrong:,} has model.image_token_id, but files of ids have no images")
         borders.append(first + np.flatnonzero(some == tokenizer.border))
+    # A document is what is between two borders, if anything is. Its name is that of the file with its start.
     edges = np.concatenate([*borders, [len(ids)]]).astype(np.int64)
     starts, ends = edges[:-1] + 1, edges[1:]
-    some = ends > starts
-    return table_of(starts[some], ends[some], numbered_keys(f"{file.name}:", starts[some]))
+    filled = ends > starts
+    return table_of(starts[filled], ends[filled], numbered_keys(f"{file.name}:", starts[filled]))
 
 
 def numbered_keys(prefix: str, numbers: np.ndarray) -> np.ndarray:
-    """Return crc32 of f"{prefix}{number}" for every number (int64, not negative), without a string for each.
+    """Compute crc32 of f"{prefix}{number}" for int64 `numbers` [n] that are not negative: uint32 [n].
 
-    The CRC of texts of one length is affine in their bits: it is that of the text with zeros for digits, xor what
-    each group of digits changes, which depends only on the digits and on how many follow them.
+    No string is made for each number. The CRC of texts of one length is affine in their bits. It is the CRC of the text
+    with all digits 0, xor a change for each group of digits. That change depends only on the group's digits and on the
+    number of digits after the group.
     """
+    # Start from the CRC of the prefix and zeros, with the number of digits that each number has (1 to 19).
     digits = np.searchsorted(10 ** np.arange(1, 19), numbers, side="right") + 1
     keys = np.array([zlib.crc32(f"{prefix}{'0' * n}".encode()) for n in range(20)], np.uint32)[digits]
+    # Add the change of each group of `_DIGITS` digits, the last group first.
     for after in range(0, int(digits.max(initial=0)), _DIGITS):
         numbers, group = np.divmod(numbers, 10**_DIGITS)
-        keys ^= _changes(after)[group]
+        keys ^= _crc_changes(after)[group]
     return keys
 
 
 @functools.cache
-def _changes(after: int) -> np.ndarray:
-    """Return what `_DIGITS` digits, by their value, change in a CRC against zeros, with so many digits after them."""
+def _crc_changes(after: int) -> np.ndarray:
+    """Compute the xor that a group of digits makes to the CRC of zeros: uint32 [10^_DIGITS], by the group's value.
+
+    `after` is the number of digits after the group.
+    """
     texts = (f"{value:0{_DIGITS}}{'0' * after}".encode() for value in range(10**_DIGITS))
     codes = np.array([zlib.crc32(text) for text in texts], np.uint32)
     return codes ^ codes[0]
 
 
-def _write(index: Any, table: np.ndarray) -> None:
-    """Write a table, which is there whole or not at all; several processes may do it at once.
+def _save_table(index: Any, table: np.ndarray) -> None:
+    """Save a table at `index`, a local path or an address.
+
+    The file appears under its name only when it is complete, so that several processes may save the same table at once.
 
     Raises:
         ConfigError: if the folder cannot be written to.
@@ -314,15 +354,19 @@ def _write(index: Any, table: np.ndarray) -> None:
         else:
             remote.copy_up(new, index)
             new.unlink()
-    except Exception as error:  # each client of a store has its own
+    except Exception as error:  # every store's client raises errors of its own
         raise ConfigError(
             f"data.prepared = {str(index.parent.parent)!r}: cannot write the index of a file of ids there ({error}); "
             "choose a folder that can be written to"
         ) from error
 
 
-def _read(index: Any) -> ArrayFile:
-    """Describe the table of a file of ids."""
+def _describe_table(index: Any) -> ArrayFile:
+    """Describe the saved table at `index`.
+
+    Raises:
+        ConfigError: if it is damaged.
+    """
     try:
         table = ArrayFile.of_npy(remote.local(index))
         if table.dtype != TABLE:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of text and images as token ids: an image is its positions, which all carry one id."""
+"""Represent documents of text and images as token ids. All positions of an image have the same id."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from dsv4_jax.data.images import Layout
 
 
 class Document(NamedTuple):
-    """A document's tokens, and its images.
+    """A document of token ids, with its images.
 
     Attributes:
-        ids: int [n], without borders.
-        spans: int32 [k, 4], for each image: the token where it starts (the border before the document is token 0),
-            its positions, and the rows and columns of its patches.
-        images: what `images.read` takes, or texts to be drawn.
+        ids: int [n], ids of text and images, without borders.
+        spans: int32 [k, 4]: (first token, number of positions, patch rows, patch columns) of each image. Token 0 is the
+            border before the document, so that token i + 1 is `ids[i]`.
+        images: k encoded images, or for pictures that are drawn the lines of text.
     """
 
     ids: np.ndarray
@@ -29,22 +29,28 @@ NO_SPANS = np.zeros((0, 4), np.int32)
 
 
 def interleave(texts: Sequence[np.ndarray], layouts: Sequence[Layout], image_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and spans (see `Document`) of a text, an image, a text, an image, ..., a text."""
-    ids, spans, at = [texts[0]], [], 1 + len(texts[0])
+    """Join texts and images in turn: text, image, text, ..., text; return `ids` and `spans` of a `Document`.
+
+    Args:
+        texts: ids of the k + 1 texts around the images.
+        layouts: layouts of the k images.
+        image_id: id of all positions of images.
+    """
+    ids, spans, token = [texts[0]], [], 1 + len(texts[0])  # token 0 is the border
     for text, layout in zip(texts[1:], layouts, strict=True):
-        spans.append((at, layout.positions, *layout.patches))
+        spans.append((token, layout.positions, *layout.patches))
         ids += [np.full(layout.positions, image_id, np.int32), text]
-        at += layout.positions + len(text)
+        token += layout.positions + len(text)
     return np.concatenate(ids), np.array(spans, np.int32).reshape(-1, 4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """Where the images of a source's documents lie.
+    """The spans of all images of a source.
 
     Attributes:
-        ends: int64 [documents], images up to and including each one's.
-        table: int32 [images, 4], the `spans` of one document after another.
+        ends: int64 [documents], number of images in all documents up to and including each one.
+        table: int32 [images, 4], `Document.spans` of all documents, one after another.
     """
 
     ends: np.ndarray
@@ -52,24 +58,24 @@ class Spans:
 
     @classmethod
     def of(cls, spans: Sequence[np.ndarray]) -> "Spans | None":
-        """Of all documents; None if they have no image."""
+        """Join the `spans` of every document of a source; return None if the source has no image."""
         ends = np.cumsum([len(some) for some in spans], dtype=np.int64)
         return cls(ends, np.concatenate(spans)) if len(ends) and ends[-1] else None
 
     def numbers(self, document: int) -> range:
-        """The numbers of a document's images: lines of `table`."""
+        """Return the range of a document's images, as lines of `table`."""
         return range(int(self.ends[document - 1]) if document else 0, int(self.ends[document]))
 
     @property
     def counts(self) -> np.ndarray:
-        """Images of each document, int64 [documents]."""
+        """Count the images of each document: int64 [documents]."""
         return np.diff(self.ends, prepend=0)
 
     @property
     def patches(self) -> np.ndarray:
-        """Patches of each image, int64 [images]."""
+        """Count the patches of each image: int64 [images]."""
         return self.table[:, 2].astype(np.int64) * self.table[:, 3]
 
     def total(self, of_images: np.ndarray) -> np.ndarray:
-        """Sums over each document's images of a number for every image: int64 [documents]."""
+        """Sum the values `of_images` [images] over the images of each document: int64 [documents]."""
         return np.diff(np.concatenate([[0], np.cumsum(of_images)])[self.ends], prepend=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenise sources ahead of time, and describe them: `python -m dsv4_jax data CONFIG`."""
+"""Tokenise sources before training and print statistics of them: `python -m dsv4_jax data CONFIG`."""
 
 import array
 import contextlib
@@ -39,11 +39,11 @@ from dsv4_jax.data.sources import (
 from dsv4_jax.data.tokenizer import Tokenizer, load_tokenizer
 from dsv4_jax.data.vision_layout import VisionLayout
 
-_SHARD = 1 << 32  # bytes of ids and images in a shard: few files, since a run keeps all of them open
+_SHARD = 1 << 32  # bytes of ids and images after which a shard ends: large, so that a source has few files
 
 
 def run(cfg: Config, console: Console) -> None:
-    """Make the tokens of every source of text that are not there yet, then describe all sources.
+    """Tokenise every source of text that is not tokenised yet, then print statistics of all sources.
 
     Raises:
         ConfigError: if a source or the tokenizer cannot be used.
@@ -60,19 +60,19 @@ def run(cfg: Config, console: Console) -> None:
 
 
 def _prepare(path: str, data: DataConfig, tokenizer: Tokenizer, vision: VisionLayout | None, console: Console) -> None:
-    """Make the tokens of one source, unless they are there already or it is one of ids."""
+    """Tokenise one source, unless it is tokenised already, holds ids, or is drawn."""
     if path.startswith(PREFIX) or made_ahead(path):
-        return  # nothing to store; done
+        return  # pictures are not stored; a folder that this command made needs no work
     _, files = find(path, data.prepared)
     if any(f.suffix in TOKENS for f in files):
-        return  # ids already; `open_source` checks them
+        return  # `open_source` checks ids
     folder = prepared_folder(path, data, tokenizer, vision)
     if (folder / INDEX).is_file():
         console.print(f"{folder} is there already")
     else:
         size = sum(f.stat().st_size for f in files)
         write_shards(path, data, tokenizer, folder, size, console, vision)
-        open_source(path, data, tokenizer, vision)  # as training will, checks included
+        open_source(path, data, tokenizer, vision)  # checks the new shards as training does
         console.print(f"wrote {folder}")
 
 
@@ -85,11 +85,20 @@ def write_shards(
     console: Console,
     vision: VisionLayout | None = None,
 ) -> None:
-    """Tokenise a source into shards under an index; the folder appears when all of it is done.
+    """Tokenise a source into a folder of shards with an index. The folder appears when it is complete.
 
-    A shard's ids are one array, of which a run maps what it reads: a piece of a long document costs that piece.
-    Images are in ArrayRecord files of their own, as they are: encoded. Shards for a folder at an address are made in
-    the local folder of copies first.
+    The ids of a shard are one array, which a run maps, so that reading a piece of a long document reads only that
+    piece. Images are stored encoded, in ArrayRecord files. If `folder` is at an address, the shards are first made in
+    the local folder of copies and then copied.
+
+    Args:
+        path: the source, as in `data.path`.
+        data: how to read the source.
+        tokenizer: tokenizer of the texts.
+        folder: folder to make, a path or an address.
+        size: number of bytes to read, for the progress bar.
+        console: console of the progress bar.
+        vision: layout of images; None: texts only.
     """
     here = isinstance(folder, Path)
     new = (folder if here else remote.copies() / folder.name).with_name(folder.name + ".new")
@@ -104,6 +113,7 @@ def write_shards(
         console=console,
         disable=not console.is_terminal,
     )
+    # Tokenise all documents. Shards are closed when they are full, the last one at the end.
     with bar, contextlib.closing(shards):
         task = bar.add_task(f"tokenising {path or 'the standard library'}", total=size)
         for record, document in tokenized(path, data, tokenizer, vision):
@@ -112,6 +122,7 @@ def write_shards(
                 skipped += 1
             elif len(document.ids):
                 shards.add(document, key_of(record.name))
+    # The index: how the tokens were made, the number of bad records, and the sizes of all files.
     index: dict[str, Any] = {
         "format": FORMAT,
         "source": path or "standard library",
@@ -124,6 +135,7 @@ def write_shards(
     if vision:
         index["vision"] = vision._asdict()
     (new / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+    # Move the finished folder to its place. In a store the index is copied last, so that it stands for a whole folder.
     if here:
         new.replace(folder)
     else:
@@ -132,9 +144,14 @@ def write_shards(
 
 
 class _ShardWriter:
-    """Write the ids of documents into one shard after another, each with a table of its documents beside it.
+    """Write documents into numbered shards.
 
-    Their images go into a file with a table of document, start, positions, rows and columns of patches.
+    A shard has a file of ids and a `TABLE` of its documents. If it has images, they are in a third file, and a fourth
+    has an array int32 [images, 5]: (document in the shard, first token, positions, patch rows, patch columns).
+
+    Attributes:
+        kind: dtype of the ids.
+        done: name and file sizes of each finished shard, as in the index.
     """
 
     def __init__(self, folder: Path, kind: np.dtype):
@@ -144,9 +161,10 @@ class _ShardWriter:
         self._folder, self._spans, self._bytes = folder, [], 0
 
     def add(self, document: Document, key: int) -> None:
+        """Write a document and the hash of its name; finish the shard if it is full."""
         if self._ids is None:
             self._file = str(self._folder / f"{len(self.done):05}")
-            self._ids = open(self._file + IDS, "wb")  # until `close`
+            self._ids = open(self._file + IDS, "wb")  # stays open until `close`
             self._ends, self._keys = array.array("q"), array.array("I")
         if document.images and self._images is None:
             self._images = ArrayRecordWriter(self._file + IMAGES, "group_size:1,uncompressed")
@@ -162,9 +180,11 @@ class _ShardWriter:
             self.close()
 
     def close(self) -> None:
+        """Finish the current shard: write its tables and record the sizes of its files."""
         if self._ids is None:
             return
         self._ids.close()
+        # The table of the documents, each of which begins where the one before it ends.
         ends = np.array(self._ends, np.int64)
         table = table_of(np.concatenate([[0], ends[:-1]]), ends, np.array(self._keys, np.uint32))
         np.save(self._file + DOCUMENTS, table)
@@ -174,12 +194,13 @@ class _ShardWriter:
             self._images.close()
             np.save(self._file + SPANS, np.array(self._spans, np.int32))
             files |= {"images_bytes": IMAGES, "spans_bytes": SPANS}
+        # The index gets the sizes of the files, by which a reader detects a truncated one.
         self.done.append(shard | {key: Path(self._file + suffix).stat().st_size for key, suffix in files.items()})
         self._ids, self._images, self._spans, self._bytes = None, None, [], 0
 
 
 def describe(source: Source, cfg: Config, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield lines about a source: its documents, their lengths, how well they pack, and how one starts."""
+    """Yield lines of text about a source: documents, lengths, images, padding in packed rows, and a sample."""
     lengths, S = source.lengths, cfg.data.seq_len
     tokens = f"{lengths.sum():,} tokens ({tokenizer.name})"
     yield f"{source.name}: {len(lengths):,} documents, {tokens}, {source.skipped:,} records skipped"
@@ -192,6 +213,7 @@ def describe(source: Source, cfg: Config, tokenizer: Tokenizer) -> Iterator[str]
             f"  {len(spans.table):,} images of {spans.patches.sum():,} patches in {(spans.counts > 0).sum():,} "
             f"documents: {seen:,} positions of images, {lengths.sum() - seen:,} of text"
         )
+    # Padding and use of the budget are measured on the first block of rows.
     train, held_out = split(source, cfg.data, S, budget)
     yield f"  {train.tokens:,} tokens to train on, {held_out.tokens:,} held out"
     rows = RowPlan([train], [1.0], S, cfg.train.seed, repeat=True, budget=budget).block(0) if train.pieces else []
@@ -205,6 +227,7 @@ def describe(source: Source, cfg: Config, tokenizer: Tokenizer) -> Iterator[str]
                 f"  {used:.2%} of the {budget.patches:,} patches of a row (data.row_patches) used; at most {most:,} "
                 f"images in a row, which has room for {budget.images:,} (data.row_images)"
             )
+    # The sample is the start of the first document of at least median length, without borders and images.
     start = source.tokens(int(np.argmax(lengths >= np.median(lengths))), 1, 121)
     special = [tokenizer.border, *([cfg.model.image_token_id] if budget else [])]
     yield f"  sample: {tokenizer.decode(start[~np.isin(start, special)])!r}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open files at addresses such as `gs://` and `s3://`, through fsspec: as streams, or as local copies.
+"""Open files at addresses such as `gs://` and `s3://` with fsspec, as streams or as local copies.
 
-A path is a `pathlib.Path`, or for an address a `UPath`, which has the same methods. What has to be mapped or is read by
-a library for local files is copied once into `copies`, which all processes of a host share.
+A local path is a `pathlib.Path`. An address is a `UPath`, which has the same methods. A file that must be mapped, or
+that a library can only read locally, is copied once into the folder `copies`, which all processes of a host share.
 """
 
 import contextlib
@@ -19,23 +19,24 @@ from typing import Any
 from dsv4_jax.section import ConfigError, RunError
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-TOGETHER = 8  # files that are copied at a time
+TOGETHER = 8  # files that are copied in parallel
 
 
 def is_address(path: object) -> bool:
-    """Return whether a path, or the text of one, is an address: `scheme://...`."""
+    """Return whether `path`, a path or its text, is an address: `scheme://...`."""
     return _SCHEME.match(str(path)) is not None and not isinstance(path, Path)
 
 
 def open_path(path: str, key: str) -> Any:
-    """Return the `pathlib.Path` of a local path, or the `UPath` of an address, without reading anything.
+    """Return the `pathlib.Path` of a local path, or the `UPath` of an address, without reading the file.
 
     Args:
-        path: the text.
-        key: of the configuration, for messages.
+        path: local path or address.
+        key: the configuration key that holds it, for errors.
 
     Raises:
-        ConfigError: for a scheme that no file system is known for, or one whose package is not installed.
+        ConfigError: for an unknown scheme, a chain of addresses, or a store whose package is not installed or whose
+            client cannot be made.
     """
     scheme = _SCHEME.match(path)
     if not scheme:
@@ -49,9 +50,9 @@ def open_path(path: str, key: str) -> Any:
 
         if scheme[1].lower() not in available_implementations(fallback=False):
             raise ValueError
-        found = UPath(path)
-        _ = found.fs  # makes the client
-        return found
+        address = UPath(path)
+        _ = address.fs  # makes the client, so that missing packages and credentials are found here
+        return address
     except ImportError as error:
         raise ConfigError(f"{what} needs a package: pip install 'dsv4_jax[stores]' ({error})") from None
     except ValueError:
@@ -59,40 +60,44 @@ def open_path(path: str, key: str) -> Any:
             f"{what}: no file system is known for {scheme[1]}://, expected gs://, s3:// or another that fsspec opens; "
             "copy the data to a disk or mount the store as a folder"
         ) from None
-    except Exception as error:  # credentials, for example
+    except Exception as error:  # the client's own errors, as for missing credentials
         raise ConfigError(f"{what} cannot be opened: {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
 def reading(*paths: str) -> Generator[None]:
-    """Turn what a store's client raises into a ConfigError, if one of these paths is an address."""
+    """Raise a ConfigError for any exception of the enclosed code if one of `paths` is an address.
+
+    Each store's client raises exceptions of its own, which do not name the address.
+    """
     try:
         yield
     except (ConfigError, RunError):
         raise
-    except Exception as error:  # each client has its own
+    except Exception as error:
         if not (addresses := [path for path in paths if is_address(path)]):
             raise
         raise ConfigError(f"{' or '.join(addresses)} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def copies() -> Path:
-    """Return the local folder for copies of what is at addresses: `stores` in $DSV4_CACHE, or in ~/.cache/dsv4_jax."""
+    """Return the local folder for copies of files at addresses: `stores` in $DSV4_CACHE, or in ~/.cache/dsv4_jax."""
     return Path(os.environ.get("DSV4_CACHE") or "~/.cache/dsv4_jax").expanduser().absolute() / "stores"
 
 
 def local(file: Any) -> Path:
-    """Return a local copy of a file at an address, or a local file itself.
+    """Return the path of a local copy of a file at an address; return a local file unchanged.
 
-    A copy is made once for each content: its folder is named after the address and what the store has as the object's
-    properties (size, etag, time). Several processes may ask for the same file; one copies and the others wait.
+    The name of the copy's folder is a hash of the address and of the properties that the store reports for the object
+    (such as size, etag and time), so that a changed object is copied again. If several processes need the same file,
+    one copies it and the others wait.
 
     Raises:
-        ConfigError: if it cannot be copied.
+        ConfigError: if the file cannot be copied.
     """
     if isinstance(file, Path):
         return file
-    folder = None
+    folder = None  # stays None if the store cannot be asked for the object's properties
     try:
         file.fs.invalidate_cache()
         digest = hashlib.sha256(f"{file} {file.fs.ukey(file.path)}".encode()).hexdigest()[:16]
@@ -108,10 +113,11 @@ def local(file: Any) -> Path:
 
 
 def copy_down(file: Any, to: Path) -> None:
-    """Copy a file from its address to a local path, which is there whole or not at all.
+    """Copy a file from its address to the local path `to`, where it appears only when it is complete.
 
     Raises:
-        OSError: if the copy has another size than the store says; or what the store's client raises.
+        OSError: if the copy has another size than the object in the store. Exceptions of the store's client are raised
+            too.
     """
     size = file.stat().st_size
     to.parent.mkdir(parents=True, exist_ok=True)
@@ -126,9 +132,10 @@ def copy_down(file: Any, to: Path) -> None:
 
 
 def copy_folder_up(folder: Path, to: Any, last: str) -> None:
-    """Copy all files of a local folder to an address; `last` is the name of the file that is copied last.
+    """Copy all files of a local folder to the address `to`.
 
-    That file stands for the whole: whoever finds it finds all others.
+    The file with the name `last`, relative to the folder, is copied after all others. If it is in the store, the folder
+    is complete.
     """
     files = [file for file in folder.rglob("*") if file.is_file()]
     files.sort(key=lambda file: (file.relative_to(folder).as_posix() == last, file))
@@ -138,13 +145,13 @@ def copy_folder_up(folder: Path, to: Any, last: str) -> None:
 
 
 def copy_up(file: Path, to: Any) -> None:
-    """Copy a local file to an address, replacing what is there.
+    """Copy a local file to the address `to`, replacing an object there.
 
     Raises:
-        OSError: if the store then has another size; or what the store's client raises.
+        OSError: if the object then has another size than the file. Exceptions of the store's client are raised too.
     """
     size = file.stat().st_size
-    to.fs.makedirs(to.parent.path, exist_ok=True)  # nothing in a store without folders
+    to.fs.makedirs(to.parent.path, exist_ok=True)  # does nothing in a store without folders
     to.fs.put_file(str(file), to.path)
     to.fs.invalidate_cache()
     if (found := to.stat().st_size) != size:
@@ -152,18 +159,18 @@ def copy_up(file: Path, to: Any) -> None:
 
 
 def files_in(folder: Any) -> list[Any]:
-    """Return all files below a folder at an address, as the store lists them now; none if there is no such folder."""
+    """List all files below a folder at an address, without cached listings; none if there is no such folder."""
     folder.fs.invalidate_cache()
     return [at(folder, name) for name in folder.fs.find(folder.path)]
 
 
 def at(path: Any, name: str) -> Any:
-    """Return the path of another object in the same store, by the name that the store gives it."""
+    """Return the address of the object `name` in the store of `path`; `name` is the store's name of it."""
     return type(path)(name, protocol=path.protocol, **path.storage_options)
 
 
 def parts(file: Any, starts: list[int], length: int) -> list[bytes]:
-    """Read pieces of a file: `length` bytes from each of `starts`, or up to the file's end."""
+    """Read pieces of a file: at most `length` bytes from each offset of `starts`, fewer at the end of the file."""
     if not isinstance(file, Path):
         return file.fs.cat_ranges([file.path] * len(starts), starts, [start + length for start in starts])
     with file.open("rb", buffering=0) as content:
@@ -176,7 +183,7 @@ def parts(file: Any, starts: list[int], length: int) -> list[bytes]:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Generator[None]:
-    """Hold a lock file of this host, waiting for the process that holds it now."""
+    """Hold an exclusive lock on the file `path` during the enclosed code, after waiting for other holders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define the six numbers of a model that decide how an image becomes positions and patches."""
+"""Define the six numbers of a model that determine the positions and patches of an image."""
 
 from typing import NamedTuple
 
@@ -7,17 +7,18 @@ from dsv4_jax.model.config import ModelConfig
 
 
 class VisionLayout(NamedTuple):
-    """Numbers that decide how many positions and patches an image takes, and which id its positions have.
+    """Numbers that determine how many positions and patches an image has, and the id of its positions.
 
-    They are part of the identity of tokens made ahead: images of another layout do not fit.
+    Sources that the `data` command has tokenised store them, because images of a different layout have different
+    positions and patches.
 
     Attributes:
         image_token_id: id of every position of an image.
         patch_size: side of a square patch, in pixels.
-        downsample_ratio: side of the square of patches that shares one position, in patches.
-        max_n_token: most positions of an image, with START, END and line ends.
-        min_pixels: area to which smaller images are enlarged, in pixels.
-        max_wh_ratio: largest ratio of width to height; None: any.
+        downsample_ratio: side of a cell, the square of patches that shares one position, in patches.
+        max_n_token: maximum number of positions of an image, including START, END and NEWLINE.
+        min_pixels: minimum area in pixels; a smaller image is enlarged to it.
+        max_wh_ratio: maximum ratio of width to height; None: no limit.
     """
 
     image_token_id: int
@@ -29,7 +30,7 @@ class VisionLayout(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelConfig) -> "VisionLayout | None":
-        """Return the layout of a model; None without vision."""
+        """Take the six numbers from the configuration of a model; return None without vision."""
         if not model.vision_n_layers:
             return None
         return cls(model.image_token_id, *(getattr(model, f"vision_{key}") for key in cls._fields[1:]))

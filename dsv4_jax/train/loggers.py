@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers: destinations of the scalars of every step, beside `metrics.jsonl` (`train.loggers`)."""
+"""Make the loggers of `train.loggers`, which receive the scalars of every step in addition to `metrics.jsonl`."""
 
 import hashlib
 import importlib.util
@@ -18,18 +18,18 @@ Scalars = dict[str, float | None]
 
 
 class Logger(Protocol):
-    """A destination of scalars. Process 0 makes one at the start of training and closes it at the end."""
+    """The interface of a logger. Process 0 makes it at the start of training and closes it at the end."""
 
     def write(self, scalars: Scalars) -> None:
-        """Write the scalars of one step, with its number as `step`; None stands for what is not finite.
+        """Write the scalars of one step, which include its number `step`; None replaces values that are not finite.
 
-        After a rollback step numbers repeat. An evaluation that a resumed command makes up for comes alone, with the
-        number of its step.
+        After a rollback step numbers repeat. If a run stopped before the evaluation of its last step, the resumed run
+        evaluates first and writes those scalars by themselves, with the number of that step.
         """
         ...
 
     def close(self) -> None:
-        """Finish writing. It is called after an error and after a signal too."""
+        """Finish writing; called at the end of training, also after an error or a signal."""
         ...
 
 
@@ -37,37 +37,40 @@ class TensorBoard:
     """Write TensorBoard files into the folder `tensorboard` of the run."""
 
     def __init__(self, cfg: Config, run_dir: Path, step: int):
+        """Open the files; TensorBoard hides what an earlier process wrote after `step`."""
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1)
 
     def write(self, scalars: Scalars) -> None:
-        """See `Logger`."""
+        """Write the scalars of one step (see `Logger`)."""
         for name, value in scalars.items():
             if value is not None:
                 self._board.add_scalar(name, value, int(scalars["step"] or 0))
 
     def close(self) -> None:
-        """See `Logger`."""
+        """Finish writing (see `Logger`)."""
         self._board.close()
 
 
 class WandB:
-    """Send scalars to Weights & Biases. Its own variables (WANDB_PROJECT, WANDB_MODE, ...) choose where and how."""
+    """Send scalars to Weights & Biases, which environment variables (WANDB_PROJECT, WANDB_MODE, ...) configure."""
 
     def __init__(self, cfg: Config, run_dir: Path, step: int):
+        """Start or resume the run of Weights & Biases that belongs to `run_dir`."""
         import wandb  # ty: ignore[import-not-found]  # an extra
 
-        # The name of the folder gives the id, so that a resumed run continues there.
+        # The id is a hash of the folder's path, so that a resumed run continues the same run there.
         name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
         self._run = wandb.init(id=name, name=run_dir.name, dir=str(run_dir), config=resolved(cfg), resume="allow")
-        # Its own count of steps cannot go back, which a rollback does: the number of the step is a scalar instead.
+        # The step counter of Weights & Biases cannot decrease, as step numbers do after a rollback. Therefore the step
+        # is sent as a scalar, which is the axis of all others.
         self._run.define_metric("*", step_metric="step")
 
     def write(self, scalars: Scalars) -> None:
-        """See `Logger`."""
+        """Write the scalars of one step (see `Logger`)."""
         self._run.log({name: value for name, value in scalars.items() if value is not None})
 
     def close(self) -> None:
-        """See `Logger`."""
+        """Finish writing (see `Logger`)."""
         self._run.finish()
 
 
@@ -75,10 +78,13 @@ _NAMED: dict[str, Callable[[Config, Path, int], Logger]] = {"tensorboard": Tenso
 
 
 def find_loggers(names: tuple[str, ...]) -> list[Callable[[Config, Path, int], Logger]]:
-    """Return the functions that make the named loggers, from the configuration, the run folder and the steps done.
+    """Return the function that makes each named logger, called as function(cfg, run_dir, step).
+
+    Args:
+        names: `tensorboard`, `wandb`, or names of functions as `plugins.resolve` imports them.
 
     Raises:
-        ConfigError: for a name that leads nowhere, or a package that is not installed.
+        ConfigError: if a function cannot be imported, or the package of `wandb` is not installed.
     """
     if "wandb" in names and importlib.util.find_spec("wandb") is None:
         raise ConfigError("train.loggers = 'wandb' needs the package wandb: pip install 'dsv4_jax[wandb]'")
@@ -86,10 +92,10 @@ def find_loggers(names: tuple[str, ...]) -> list[Callable[[Config, Path, int], L
 
 
 def make_loggers(cfg: Config, run_dir: Path, step: int) -> list[Logger]:
-    """Make the loggers of a run that continues after `step`.
+    """Make the loggers of `train.loggers` for a run that continues after `step`.
 
     Raises:
-        ConfigError: if what a function returns is no logger.
+        ConfigError: if a function returns an object without `write` and `close`.
     """
     loggers: list[Logger] = []
     for name, make in zip(cfg.train.loggers, find_loggers(cfg.train.loggers), strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the metrics of a run: metrics.jsonl, and the same scalars to loggers."""
+"""Write the metrics of a run to metrics.jsonl and to loggers."""
 
 import contextlib
 import json
@@ -13,51 +13,57 @@ from dsv4_jax.train.metric_names import current_name
 
 
 def drop_lines_after(run_dir: Path, step: int, rollbacks: int) -> Path:
-    """Drop the lines of `metrics.jsonl` after a step, and return its path.
+    """Remove the lines of `metrics.jsonl` after a step, and return the path of the file.
 
-    A line belongs to a course of the run, between two rollbacks. The lines of earlier courses stay, also those of
-    later steps.
+    Rollbacks cut a run into courses, in which step numbers repeat. Lines of earlier courses are kept, whatever their
+    step. An incomplete last line, which a killed process may leave, is removed.
 
     Args:
         run_dir: folder of the run.
-        step: the last step to keep of the course.
-        rollbacks: number of rollbacks before the course.
+        step: last step to keep in the current course.
+        rollbacks: number of rollbacks before the current course.
     """
 
     def place(line: dict[str, Any]) -> tuple[int, int]:
+        """Return (rollbacks, step) of a line, by which the lines of a file are ordered."""
         line = {current_name(name): value for name, value in line.items()}
         return line.get("train/rollbacks", 0), line["step"]
 
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if line.endswith("\n")]  # a kill may have cut the last one
+    kept = [line for line in lines if line.endswith("\n")]  # without an incomplete one
     while kept and place(json.loads(kept[-1])) > (rollbacks, step):
         kept.pop()
-    _replace(path, kept)
+    _replace_lines(path, kept)
     return path
 
 
-def _replace(path: Path, lines: list[str]) -> None:
+def _replace_lines(path: Path, lines: list[str]) -> None:
+    """Replace a file's lines in one step, so that a killed process leaves either the old or the new file."""
     new = path.with_suffix(".new")
     new.write_text("".join(lines))
     new.replace(path)
 
 
-def _finite(scalars: dict[str, float]) -> dict[str, float | None]:
+def _replace_nonfinite(scalars: dict[str, float]) -> dict[str, float | None]:
+    """Replace values that are not finite, which JSON cannot hold, by None."""
     return {name: value if math.isfinite(value) else None for name, value in scalars.items()}
 
 
 class MetricsWriter:
-    """Append one JSON object per step to `metrics.jsonl`, and pass the same scalars to the loggers."""
+    """Append one JSON object per step to `metrics.jsonl`, and send the same scalars to the loggers.
+
+    As a context manager it closes the file and the loggers.
+    """
 
     def __init__(self, run_dir: Path | None, step: int, rollbacks: int = 0, loggers: Sequence[Logger] = ()):
-        """Open the files of a run that continues after `step`; drop the lines after it, which a kill may have left.
+        """Open `metrics.jsonl` of a run that continues after `step`; remove later lines, which a killed run may leave.
 
         Args:
-            run_dir: folder of the run; without one nothing is written, as in processes after the first.
-            step: steps done.
-            rollbacks: how often the run went back before.
-            loggers: closed with the file.
+            run_dir: folder of the run; None: nothing is written, as in all processes except the first.
+            step: number of steps done.
+            rollbacks: number of rollbacks so far.
+            loggers: loggers that get the same scalars.
         """
         self._file, self._loggers = None, loggers
         if run_dir is None:
@@ -65,25 +71,26 @@ class MetricsWriter:
         self._file = drop_lines_after(run_dir, step, rollbacks).open("a")
 
     def write(self, scalars: dict[str, float]) -> None:
-        """Write the scalars of one step, with its number as `step`. A value that is not finite becomes null."""
+        """Write the scalars of one step, which include its number `step`; values that are not finite become null."""
         if self._file is None:
             return
-        finite = _finite(scalars)
+        finite = _replace_nonfinite(scalars)
         self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
         for logger in self._loggers:
             logger.write(finite)
 
     def add(self, step: int, scalars: dict[str, float]) -> None:
-        """Add scalars to the line of a step, the last one so far; without that line they go to the loggers alone."""
+        """Add scalars to the last line of the file if it is that of `step`, and send them to the loggers."""
         if self._file is None:
             return
-        path, finite = Path(self._file.name), _finite(scalars)
+        # Rewrite the file with the longer last line, and open it again to append.
+        path, finite = Path(self._file.name), _replace_nonfinite(scalars)
         lines = path.read_text().splitlines(keepends=True)
         if lines and json.loads(lines[-1])["step"] == step:
             self._file.close()
             lines[-1] = json.dumps(json.loads(lines[-1]) | finite) + "\n"
-            _replace(path, lines)
+            _replace_lines(path, lines)
             self._file = path.open("a")
         for logger in self._loggers:
             logger.write({"step": step} | finite)
@@ -93,7 +100,7 @@ class MetricsWriter:
 
     def __exit__(self, *error: Any) -> None:
         if self._file is not None:
-            with contextlib.ExitStack() as stack:  # closes all, also if one fails
+            with contextlib.ExitStack() as stack:  # closes every one, even if another fails to close
                 stack.enter_context(self._file)
                 for logger in self._loggers:
                     stack.callback(logger.close)
