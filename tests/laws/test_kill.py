@@ -12,7 +12,7 @@ import time
 from support import ROOT
 from support.runs import timeless
 
-KILLS = int(os.environ.get("KILLS", "20"))
+KILLS = int(os.environ.get("KILLS", "12"))
 SOAK = "KILLS" in os.environ  # `make soak`: many kills of a real model, whose step takes seconds to trace
 
 # Imports once, then starts a fresh run in a forked process for every line it reads: the run's directory.

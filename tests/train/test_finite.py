@@ -48,6 +48,7 @@ def build(path=None, place=0, value=jnp.inf):
     return model
 
 
+@pytest.mark.slow
 def test_nothing_is_found_in_a_sound_step_with_padding(batch):
     assert find_nonfinite(RUN, build(), batch) == []
 

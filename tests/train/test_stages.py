@@ -296,6 +296,7 @@ def test_going_back_without_leaving_out_repeats_bit_for_bit(corpus, tmp_path, po
         assert checkpoints.latest() == 6
 
 
+@pytest.mark.slow
 def test_a_rollback_inside_the_profiled_steps_ends_their_trace(corpus, tmp_path, poisoned):
     poisoned(7)
     cfg = spiky(corpus, tmp_path, skip=-1)

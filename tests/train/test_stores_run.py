@@ -254,6 +254,7 @@ def at_address(corpus, **changes):
     return small(corpus, RUN, **changes)
 
 
+@pytest.mark.slow
 def test_a_run_at_an_address_is_that_in_a_folder(bucket, local, corpus, tmp_path, monkeypatch):
     """With its data there too; stopped in the middle, and resumed on another machine from what the store holds."""
     bucket.put(corpus, "/data", recursive=True)

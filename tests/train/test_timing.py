@@ -72,6 +72,7 @@ def test_a_step_that_is_evaluated_and_saved_is_not_slower(corpus, tmp_path, monk
     assert "time        " in said and ": steps " in said
 
 
+@pytest.mark.slow
 def test_a_signal_or_an_error_inside_the_profiled_steps_leaves_their_trace(corpus, tmp_path, monkeypatch):
     log_step = loop.log_step
 
