@@ -40,20 +40,37 @@ def grouped_matmul(
         matrix of an empty group gets a zero gradient. The gradient of `w` is summed in fp32, over rows and
         devices.
     """
-    if impl == "auto":
-        impl = "blocked" if on_cpu() else "ragged"
     return _grouped(x, w, sizes, impl, shards)
 
 
-def _product(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl) -> jax.Array:
-    if impl == "blocked":
+def rows_product(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl, transposed: bool = False) -> jax.Array:
+    """Multiply the rows of group g of `x` by the whole matrix `w[g]`, or by its transpose. Has no gradient of its own.
+
+    Returns the product in x's type, summed in fp32. Rows past the last group are zero.
+    """
+    w = jnp.swapaxes(w, 1, 2) if transposed else w
+    if _choose(impl) == "blocked":
         return _blocked_rows(x, w, sizes)
     return jax.lax.ragged_dot(x, varying(w, x), sizes, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
+def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, impl: Impl, total: jax.Array) -> jax.Array:
+    """Add to `total`, fp32 [G, D, F], the product x^T dy of the rows of every group. Has no gradient of its own."""
+    if _choose(impl) == "blocked":
+        return _blocked_outer(x, dy, sizes, total)
+    return total + jax.lax.ragged_dot_general(x, dy, sizes, _OUTER, preferred_element_type=jnp.float32)
+
+
+def _choose(impl: Impl) -> Impl:
+    """Replace "auto" by the faster form on the devices that we trace for."""
+    if impl == "auto":
+        return "blocked" if on_cpu() else "ragged"
+    return impl
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _grouped(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl, shards: ParamShards) -> jax.Array:
-    return _product(x, shards.whole(w, x.dtype), sizes, impl)
+    return rows_product(x, shards.whole(w, x.dtype), sizes, impl)
 
 
 def _forward(x, w, sizes, impl, shards):
@@ -62,11 +79,9 @@ def _forward(x, w, sizes, impl, shards):
 
 def _backward(impl, shards, saved, dy):
     x, w, sizes = saved
-    dx = _product(dy, jnp.swapaxes(shards.whole(w, x.dtype), 1, 2), sizes, impl)
-    if impl == "blocked":
-        dw = _blocked_outer(x, dy, sizes)
-    else:
-        dw = jax.lax.ragged_dot_general(x, dy, sizes, _OUTER, preferred_element_type=jnp.float32)
+    whole = shards.whole(w, x.dtype)
+    dx = rows_product(dy, whole, sizes, impl, transposed=True)
+    dw = weight_gradient(x, dy, sizes, impl, varying(jnp.zeros(whole.shape, jnp.float32), x, dy, sizes))
     return dx, shards.total(dw, w).astype(w.dtype), None
 
 
@@ -101,8 +116,8 @@ def _blocked_rows(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     return jnp.where((jnp.arange(N) < sizes.sum())[:, None], y, 0)
 
 
-def _blocked_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Compute x^T dy of every group, fp32 [G, D, F]."""
+def _blocked_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array, total: jax.Array) -> jax.Array:
+    """Add x^T dy of every group to `total`, fp32 [G, D, F]."""
     group, first, end, count = _block_table(sizes, x.shape[0])
     x, dy = (jnp.pad(a, ((0, BLOCK), (0, 0))) for a in (x, dy))
 
@@ -112,5 +127,4 @@ def _blocked_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
         part = jnp.matmul(jnp.where(own[:, None], rows, 0).T, drows, preferred_element_type=jnp.float32)
         return dw.at[group[b]].add(part)
 
-    start = jnp.zeros((sizes.shape[0], x.shape[1], dy.shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, count, step, varying(start, x, dy, sizes))
+    return jax.lax.fori_loop(0, count, step, varying(total, x, dy, sizes))
