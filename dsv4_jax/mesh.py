@@ -19,6 +19,7 @@ from dsv4_jax.section import ConfigError
 
 AXES = ("data", "expert", "context")
 BATCH = ("data", "expert")
+_DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 
 # Logical axis of a parameter -> mesh axes that split it. A logical axis without an entry is never split.
 RULES = {"experts": ("expert",), "rows": AXES} | dict.fromkeys(("embed", "heads", "vocab"), ("data", "context"))
@@ -56,8 +57,9 @@ def start_devices(cpu_devices: int = 0, distributed: str = "", deterministic: bo
     Raises:
         ConfigError: if `distributed` cannot be parsed, JAX is in use already, or the other processes do not answer.
     """
-    if deterministic:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
+    flags = os.environ.get("XLA_FLAGS", "")
+    if deterministic and _DETERMINISTIC not in flags.split():
+        os.environ["XLA_FLAGS"] = f"{flags} {_DETERMINISTIC}".strip()
     if cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         with contextlib.suppress(RuntimeError):  # JAX has started its devices: `use_mesh` checks their number

@@ -67,13 +67,20 @@ def _prepare(path: str, data: DataConfig, tokenizer: Tokenizer, vision: VisionLa
     if any(f.suffix in TOKENS for f in files):
         return  # `open_source` checks ids
     folder = prepared_folder(path, data, tokenizer, vision)
-    if (folder / INDEX).is_file():
-        console.print(f"{folder} is there already")
-    else:
+    # Of several commands that prepare the same source, one works; the others wait and then find the folder.
+    with remote.exclusive(_new(folder).with_suffix(".lock")):
+        if (folder / INDEX).is_file():
+            console.print(f"{folder} is there already")
+            return
         size = sum(f.stat().st_size for f in files)
         write_shards(path, data, tokenizer, folder, size, console, vision)
-        open_source(path, data, tokenizer, vision)  # checks the new shards as training does
-        console.print(f"wrote {folder}")
+    open_source(path, data, tokenizer, vision)  # checks the new shards as training does
+    console.print(f"wrote {folder}")
+
+
+def _new(folder: Any) -> Path:
+    """Return the local folder in which shards for `folder`, a path or an address, are made."""
+    return (folder if isinstance(folder, Path) else remote.copies() / folder.name).with_name(f"{folder.name}.new")
 
 
 def write_shards(
@@ -100,8 +107,7 @@ def write_shards(
         console: console of the progress bar.
         vision: layout of images; None: texts only.
     """
-    here = isinstance(folder, Path)
-    new = (folder if here else remote.copies() / folder.name).with_name(folder.name + ".new")
+    new = _new(folder)
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
     skipped, shards = 0, _ShardWriter(new, id_type(tokenizer, vision))
@@ -136,7 +142,7 @@ def write_shards(
         index["vision"] = vision._asdict()
     (new / INDEX).write_text(json.dumps(index, indent=1) + "\n")
     # Move the finished folder to its place. In a store the index is copied last, so that it stands for a whole folder.
-    if here:
+    if isinstance(folder, Path):
         new.replace(folder)
     else:
         remote.copy_folder_up(new, folder, last=INDEX)

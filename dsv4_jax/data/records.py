@@ -400,7 +400,6 @@ def _load_image(entry: object, folder: Any) -> bytes:
 
 def _read_array_record(file: Any, name: str) -> Iterator[Record]:
     """Yield each record of an ArrayRecord file as a text."""
-    reader = ArrayRecordReader(str(remote.local(file)))
-    for number in range(reader.num_records()):
-        yield _decode(f"{name}:{number + 1}", reader.read([number])[0])
-    reader.close()
+    with contextlib.closing(ArrayRecordReader(str(remote.local(file)))) as reader:
+        for number in range(reader.num_records()):
+            yield _decode(f"{name}:{number + 1}", reader.read([number])[0])

@@ -92,6 +92,11 @@ class TokenShards(Joined):
                 f"{folder} holds images for a model of {made}, but this one has {now or 'no vision'}: run the data "
                 "command again, or set the model's vision_* keys and image_token_id as they were"
             )
+        if vision and not made and vision.image_token_id < tokenizer.size:
+            raise ConfigError(
+                f"{folder} was made for a model without vision, so its texts may have model.image_token_id = "
+                f"{vision.image_token_id}, an id of the tokenizer: run the data command again for this model"
+            )
         self._folder = folder
         # Each reader keeps a file open, and the system limits the open files of a process.
         self._reader = functools.lru_cache(_READERS)(lambda name: ArrayRecordReader(str(self._local(name))))

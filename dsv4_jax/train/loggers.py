@@ -11,6 +11,7 @@ from tensorboardX import SummaryWriter
 
 from dsv4_jax.config import Config
 from dsv4_jax.config.plugins import resolve
+from dsv4_jax.data.remote import is_address
 from dsv4_jax.section import ConfigError
 from dsv4_jax.train.run_dir import resolved
 
@@ -58,8 +59,9 @@ class WandB:
         """Start or resume the run of Weights & Biases that belongs to `run_dir`."""
         import wandb  # ty: ignore[import-not-found]  # an extra
 
-        # The id is a hash of the folder's path, so that a resumed run continues the same run there.
-        name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+        # The id is a hash of the folder's path or address, so that a resumed run continues the same run there.
+        where = cfg.train.run_dir if is_address(cfg.train.run_dir) else str(run_dir.resolve())
+        name = hashlib.sha256(where.encode()).hexdigest()[:16]
         self._run = wandb.init(id=name, name=run_dir.name, dir=str(run_dir), config=resolved(cfg), resume="allow")
         # The step counter of Weights & Biases cannot decrease, as step numbers do after a rollback. Therefore the step
         # is sent as a scalar, which is the axis of all others.

@@ -7,17 +7,21 @@ import io
 import json
 import os
 import shutil
+import threading
+import time
 
 import pyarrow
 import pytest
 from rich.console import Console
+from support import runs
 
 import dsv4_jax as ds
 from dsv4_jax.config import DataConfig
-from dsv4_jax.data import records
+from dsv4_jax.data import prepare, records
 from dsv4_jax.data.prepare import write_shards
 from dsv4_jax.data.sources import open_source, prepared_folder
 from dsv4_jax.data.tokenizer import Bytes
+from dsv4_jax.data.vision_layout import VisionLayout
 
 TEXTS = ["one", "zwei äöü", "three\nlines\n"]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -93,6 +97,40 @@ def test_tokens_made_ahead_are_found_wherever_the_source_lies(tmp_path, monkeypa
     changed.write_text("3" + changed.read_text()[1:])
     assert prepared_folder("disk/copy", cfg, Bytes()) != folder
     assert prepared_folder("text", dataclasses.replace(cfg, on_error="skip"), Bytes()) != folder
+
+
+def test_commands_that_prepare_one_source_at_a_time_share_the_result(tmp_path, monkeypatch):
+    """Two `data` commands: the second waits for the first, then finds its folder."""
+    (tmp_path / "text.txt").write_text("a document\n" * 1000)
+    cfg = runs.small(str(tmp_path / "text.txt"), tmp_path / "run")
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, prepared=str(tmp_path / "prepared")))
+    started, made, write = threading.Event(), [], prepare.write_shards
+
+    def slow(*args):
+        started.set()
+        time.sleep(0.3)  # the second command reaches the lock in this time
+        made.append(write(*args))
+
+    monkeypatch.setattr(prepare, "write_shards", slow)
+    output = [io.StringIO(), io.StringIO()]
+    commands = [threading.Thread(target=prepare.run, args=(cfg, Console(file=file, width=1000))) for file in output]
+    commands[0].start()
+    assert started.wait(30)
+    commands[1].start()
+    for command in commands:
+        command.join()
+    assert len(made) == 1
+    assert "wrote" in output[0].getvalue() and "is there already" in output[1].getvalue()
+
+
+def test_shards_made_without_vision_have_no_id_of_images(tmp_path):
+    (tmp_path / "text.txt").write_text("a document\n" * 1000)
+    cfg, folder = DataConfig(path=str(tmp_path / "text.txt")), tmp_path / "shards"
+    write_shards(cfg.path, cfg, Bytes(), folder, 1, Console(file=io.StringIO()))
+    vision = VisionLayout(**dict.fromkeys(VisionLayout._fields, 1))
+    with pytest.raises(ds.ConfigError, match=r"without vision.*image_token_id = 97.*run the data command again"):
+        open_source(str(folder), cfg, Bytes(), vision._replace(image_token_id=97))
+    assert open_source(str(folder), cfg, Bytes(), vision._replace(image_token_id=Bytes().size)).spans is None
 
 
 def test_what_is_truncated_or_lacks_a_library_is_named(tmp_path, monkeypatch):

@@ -53,6 +53,16 @@ def test_weights_and_biases_goes_on_in_the_same_run(corpus, tmp_path, monkeypatc
     assert ids[0] == ids[1]
 
 
+def test_a_run_at_an_address_has_one_id_on_every_machine(corpus, tmp_path, monkeypatch):
+    ids = []
+    for cache in ("here", "there"):
+        stub = Stub()
+        monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=stub.init, __spec__=True))
+        make_loggers(runs.small(corpus, "gs://bucket/run", loggers=("wandb",)), tmp_path / cache / "run", 0)
+        ids.append(stub.calls[0][1]["id"])
+    assert ids[0] == ids[1]
+
+
 def test_wrong_loggers_are_refused(corpus, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"train\.loggers = 'tensorbord'"):
         TrainConfig(steps=1, loggers=("tensorbord",))
