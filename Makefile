@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= configs/tiny_v41.py
 
-.PHONY: train test test-all soak check format figures compare hooks clean
+.PHONY: train test test-all soak check format figures bench-peers compare hooks clean
 
 train: .venv/installed
 	$(BIN)/python train.py $(CONFIG) $(ARGS)
@@ -32,6 +32,12 @@ format: .venv/installed
 figures: .venv/installed
 	$(BIN)/python benchmarks/configuration.py
 	$(BIN)/python benchmarks/figures.py $(ARGS)
+
+# Measures a small model against transformers, and writes the table of docs/performance.md.
+bench-peers: .venv/installed
+	test -d .cache/peers/transformers || $(PYTHON) -m venv .cache/peers/transformers
+	.cache/peers/transformers/bin/python -m pip install --quiet 'transformers==5.24.*' 'torch==2.13.*' numpy
+	$(BIN)/python benchmarks/peers.py $(ARGS)
 
 # Git then runs `make check` before every commit; `git commit --no-verify` leaves it out.
 hooks:
