@@ -119,6 +119,7 @@ def attend(
     before = kv_BSK.shape[1] - S
     n_left = -(-before // T)
     n_before = min(-(-(window - 1) // T), n_left + n_blocks - 1)
+    reach = n_before * T if n_blocks > 1 else before  # keys before a block's own; a single block reads them as they are
 
     def blocks(x: jax.Array, fill: int = 0) -> jax.Array:
         """Cut [B, S, ...] into [blocks, B, T, ...], padded with `fill`."""
@@ -127,17 +128,19 @@ def attend(
         return jnp.moveaxis(x, 1, 0)
 
     # keys [blocks, B, U, K]: for each block of queries its own keys and those of the n_before blocks before it.
-    left = jnp.pad(kv_BSK[:, :before], [(0, 0), (n_before * T - before, 0), (0, 0)])
-    left = jnp.moveaxis(left.reshape(B, n_before, T, K), 1, 0)
-    kv_blocks = jnp.concatenate([left, blocks(kv_BSK[:, before:])])
-    keys = jnp.concatenate([kv_blocks[i : i + n_blocks] for i in range(n_before + 1)], axis=2)
+    keys = kv_BSK[None]
+    if n_blocks > 1:
+        left = jnp.pad(kv_BSK[:, :before], [(0, 0), (reach - before, 0), (0, 0)])
+        left = jnp.moveaxis(left.reshape(B, n_before, T, K), 1, 0)
+        kv_blocks = jnp.concatenate([left, blocks(kv_BSK[:, before:])])
+        keys = jnp.concatenate([kv_blocks[i : i + n_blocks] for i in range(n_before + 1)], axis=2)
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("topk"))
     def one(xs):
         # Window: query t sees key u of its document if u is one of the last `window` positions up to t.
         b, q_BTHK, kv_BUK, first_BT, near_BT, (index_q, index_w, pool), topk = xs
         t = offset + b * T + jnp.arange(T)
-        u = offset + (b - n_before) * T + jnp.arange((n_before + 1) * T)
+        u = offset + b * T - reach + jnp.arange(reach + T)
         near_TU = (u <= t[:, None]) & (u > t[:, None] - window)
         seen_BTU = near_TU & (u >= near_BT[..., None])
 
