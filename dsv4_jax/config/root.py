@@ -155,18 +155,12 @@ class Config(Section):
         model, optim, steps, mesh = self.model, self.optim, self.train.steps, self.mesh
         if not steps:
             raise ConfigError("train.steps must be above 0 in a run without stages")
-        # The mesh and the parts of an accumulated step divide the rows; waves divide the experts of a device.
+        # The mesh and the parts of an accumulated step divide the rows.
         parts = mesh.data * mesh.expert * self.train.accumulate
         if self.data.batch_size % parts:
             raise ConfigError(
                 f"data.batch_size = {self.data.batch_size} must be a multiple of mesh.data x mesh.expert x "
                 f"train.accumulate = {parts}"
-            )
-        experts, waves = model.n_routed_experts, model.expert_waves
-        if experts % mesh.expert == 0 and experts // mesh.expert % waves:
-            raise ConfigError(
-                f"model.expert_waves = {waves} must divide the {experts // mesh.expert} experts of a device: "
-                f"model.n_routed_experts = {experts} over mesh.expert = {mesh.expert}"
             )
         # The objective and the losses need their blocks.
         dspark = bool(model.dspark_target_layer_ids)

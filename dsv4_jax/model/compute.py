@@ -46,8 +46,8 @@ class ComputeConfig(Section):
     token is sent to its experts only. `auto`: ragged if expert_waves is above 1, or on accelerators if mesh.expert is
     above n_activated_experts; else gather."""
     expert_waves: int = 1
-    """Number of parts in which a device's experts are exchanged and computed, so that exchange and computation can
-    overlap. Above 1 it needs the ragged exchange. Must divide a device's number of experts."""
+    """Number of parts in which the rows that a device receives are exchanged and computed, so that exchange and
+    computation can overlap. Above 1 it needs the ragged exchange."""
     expert_gradients: Literal["float32", "bfloat16"] = "float32"
     """Type in which devices send each other the experts' gradients, to be summed in fp32. `bfloat16` rounds
     stochastically and halves the traffic."""

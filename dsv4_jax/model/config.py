@@ -236,7 +236,6 @@ class ModelConfig(ComputeConfig):
             need(key, enough, f"must be at least rope_head_dim = {self.rope_head_dim}")
         fits = self.n_activated_experts <= self.n_routed_experts
         need("n_activated_experts", fits, f"must be at most n_routed_experts = {self.n_routed_experts}")
-        need("expert_waves", self.n_routed_experts % self.expert_waves == 0, "must divide n_routed_experts")
         need("n_hash_layers", 0 <= self.n_hash_layers <= self.n_layers, f"must be 0 to n_layers = {self.n_layers}")
         dspark = bool(self.dspark_target_layer_ids)
         need("n_mtp_layers", dspark or self.n_mtp_layers in (0, 1), "must be 0 or 1")

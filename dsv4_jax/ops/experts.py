@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Apply routed experts that are split over the `expert` axis: no token is dropped, whatever the skew.
 
-Inside `shard_map`. Letters: B rows, S positions, D width, F expert width, E experts of this device, k experts
-per token, N rows of a list of (token, expert) pairs, R rows that a device may receive, P devices of the
-axis, W waves.
+Inside `shard_map`. Letters: B rows, S positions, T = B S tokens, D width, F expert width, E experts of this device, k
+experts per token, R rows of a part of a round (`ops/exchange.py`).
 """
 
 import dataclasses
@@ -15,10 +14,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.mesh import AXES, varying
-from dsv4_jax.ops.grouped_matmul import Impl, grouped_matmul
+from dsv4_jax.ops.exchange import Gathered, Sent, allocate
+from dsv4_jax.ops.grouped_matmul import Impl, rows_product, weight_gradient
 from dsv4_jax.ops.shards import ParamShards
-
-AXIS = "expert"
 
 
 class Kernels(NamedTuple):
@@ -37,7 +35,7 @@ class Experts:
         count: experts of the layer, over all devices.
         limit: clamp of the SwiGLU; 0: none.
         exchange: "gather" brings every token to every device, "ragged" sends tokens to their experts' devices.
-        waves: number of parts in which a device's experts are exchanged and computed, for "ragged".
+        waves: number of parts in which a round is exchanged and computed, for "ragged".
         impl: form of the grouped matrix product.
         shards: how w1, w3 and w2 are stored over the devices.
     """
@@ -64,21 +62,6 @@ def count_clamped(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
     return (hit & (limit > 0)).sum(-1).astype(jnp.float32)
 
 
-@jax.custom_vjp
-def permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """Take x[order] for a permutation; the gradient is a gather too, by `inverse`."""
-    return x[order]
-
-
-permute.defvjp(lambda x, order, inverse: (x[order], inverse), lambda inverse, dy: (dy[inverse], None, None))
-
-
-def sort(key_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Find the stable order of the keys and its inverse."""
-    order = jnp.argsort(key_N, stable=True)
-    return order, jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
-
-
 def apply_experts(
     how: Experts,
     x_BSD: jax.Array,
@@ -92,176 +75,90 @@ def apply_experts(
     The second result is the number of clamped activations of all devices' tokens, fp32.
     """
     # Padding gets the number `count`, past the last expert.
-    tokens = (x_BSD, weights_BSk, jnp.where(real_BS[..., None], experts_BSk, how.count))
-    if kernels.w1.shape[0] == how.count:
-        y, hit = _own_experts(how, *tokens, kernels)
-    elif how.exchange == "gather":
-        # Every device applies its experts to the tokens of all; the sums go back to the tokens' own devices.
-        everyones = (jax.lax.all_gather(a, AXIS, tiled=True) for a in tokens)
-        everyones_y, hit = _own_experts(how, *everyones, kernels)
-        y = jax.lax.psum_scatter(everyones_y, AXIS, tiled=True)
-    else:
-        y, hit = _exchanged(how, *tokens, kernels)
-    return y.astype(x_BSD.dtype), jax.lax.psum(hit, AXES)
+    experts_Tk = jnp.where(real_BS[..., None], experts_BSk, how.count).reshape(-1, experts_BSk.shape[-1])
+    x_TD, weights_Tk = x_BSD.reshape(-1, x_BSD.shape[-1]), weights_BSk.reshape(experts_Tk.shape)
+    y_TD, hit = _apply(how, x_TD, weights_Tk, experts_Tk, kernels)
+    return checkpoint_name(y_TD.reshape(x_BSD.shape), "product"), jax.lax.psum(hit, AXES)
 
 
-def _pairs(x_BSD: jax.Array, weights_BSk: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Repeat each token for each of its k experts: inputs [N, D] and weights [N]."""
-    return jnp.repeat(x_BSD.reshape(-1, x_BSD.shape[-1]), weights_BSk.shape[-1], axis=0), weights_BSk.reshape(-1)
-
-
-def _own_experts(
-    how: Experts, x_BSD: jax.Array, weights_BSk: jax.Array, experts_BSk: jax.Array, kernels: Kernels
-) -> tuple[jax.Array, jax.Array]:
-    """Sum each token's experts among this device's own, fp32; count their clamped activations."""
-    # expert_N: number among this device's experts, E for rows of other devices' experts and of none.
-    E = kernels.w1.shape[0]
-    first = jax.lax.axis_index(AXIS) * E if how.count > E else 0
-    expert_N = experts_BSk.reshape(-1) - first
-    expert_N = jnp.where((expert_N >= 0) & (expert_N < E), expert_N, E)
-    y_ND, hit = _apply(how, *_pairs(x_BSD, weights_BSk), expert_N, kernels, expert_N.size * E // how.count)
-    return y_ND.reshape(*experts_BSk.shape, -1).sum(2, dtype=jnp.float32), hit
-
-
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _apply(
-    how: Experts, x_ND: jax.Array, weight_N: jax.Array, expert_N: jax.Array, kernels: Kernels, even: int
+    how: Experts, x_TD: jax.Array, weights_Tk: jax.Array, experts_Tk: jax.Array, kernels: Kernels
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply to each row its expert, times its weight; rows of no expert (E) give 0. Count clamped activations.
-
-    Sort by expert, three products, unsort. The products of the first 2 * `even` sorted rows can be kept for the
-    backward pass; `even` is the number of rows with an expert if all devices receive equally many. The rows
-    beyond (the buffer has room for every token choosing this device) are recomputed in the backward pass, which
-    costs nothing where no row has an expert.
-    """
-    # Rows by expert, those of no expert last; ends [E] are the ends of the experts' parts.
-    N, E = x_ND.shape[0], kernels.w1.shape[0]
-    order, inverse = sort(expert_N)
-    ends = jnp.cumsum(varying(jnp.zeros(E, jnp.int32), expert_N).at[expert_N].add(1, mode="drop"))
-    x_ND, weight_N = permute(x_ND, order, inverse), permute(weight_N, order, inverse)
-    # Two ranges of sorted rows: [0, kept) with products to keep, [kept, N) with products to recompute.
-    kept = min(2 * even, N)
-    done = []
-    for first, last, keep in ((0, kept, True), (kept, N, False)):
-        if first < last or not done:
-            inside = jnp.clip(ends, first, last)  # where the experts' parts end in this range
-            sizes = jnp.diff(inside, prepend=first)
-            done.append(_products(how, x_ND[first:last], weight_N[first:last], sizes, kernels, keep))
-    y, hits = zip(*done, strict=True)
-    return permute(jnp.concatenate(y), inverse, order), sum(hits)
+    """Sum each token's experts; count the clamped activations of this device's experts."""
+    return _forward(how, x_TD, weights_Tk, experts_Tk, kernels)[0]
 
 
-def _products(
-    how: Experts, x_ND: jax.Array, weight_N: jax.Array, sizes: jax.Array, kernels: Kernels, keep: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Compute w2 (weight * swiglu(w1 x, w3 x)) for rows sorted by expert; count clamped activations."""
-
-    def product(x: jax.Array, w: jax.Array, shards: ParamShards) -> jax.Array:
-        y = grouped_matmul(x, w, sizes, how.impl, shards)
-        return checkpoint_name(y, "product") if keep else y
-
-    s1, s3, s2 = how.shards
-    gate, up = product(x_ND, kernels.w1, s1), product(x_ND, kernels.w3, s3)
-    hidden = (weight_N[:, None] * swiglu(gate, up, how.limit)).astype(x_ND.dtype)
-    return product(hidden, kernels.w2, s2), count_clamped(gate, up, how.limit).sum()
+def _gate_and_up(how: Experts, x_RD: jax.Array, whole: Kernels, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return rows_product(x_RD, whole.w1, sizes, how.impl), rows_product(x_RD, whole.w3, sizes, how.impl)
 
 
-class Route(NamedTuple):
-    """Describe the rows that every device sends to every other: int [from, to] each.
+def _forward(how, x_TD, weights_Tk, experts_Tk, kernels):
+    """Run the rounds; keep the products of the first one, which is the last that runs."""
+    own = kernels.w1.shape[0]
+    if how.exchange == "gather" or own == how.count:
+        rounds: Gathered | Sent = Gathered.plan(experts_Tk, own, how.count)
+    else:
+        rounds = Sent.plan(experts_Tk, own, how.count, how.waves)
+    whole = _gather_kernels(how, kernels, x_TD.dtype)
+    x, weights = rounds.tokens(x_TD), rounds.choices(weights_Tk)
 
-    Attributes:
-        count: number of rows.
-        source: first of them in the sender's buffer.
-        target: first of them in the receiver's buffer.
-    """
+    def step(part, number, carry):
+        y, hit, kept = carry
+        sizes = rounds.sizes(number)
+        x_RD, weight_R = rounds.receive(number, x), rounds.receive(number, weights)
+        gate, up = _gate_and_up(how, x_RD, whole, sizes)
+        hidden = (weight_R[:, None] * swiglu(gate, up, how.limit)).astype(x.dtype)
+        y = rounds.give(number, rows_product(hidden, whole.w2, sizes, how.impl), y)
+        hit += count_clamped(gate, up, how.limit).sum()
+        return y, hit, (*kept[:part], (gate, up), *kept[part + 1 :])
 
-    count: jax.Array
-    source: jax.Array
-    target: jax.Array
-
-    def back(self) -> "Route":
-        """Make the route on which the same rows return."""
-        return Route(self.count.T, self.target.T, self.source.T)
+    empty = allocate((rounds.rows, whole.w1.shape[2]), x.dtype, x)
+    kept = ((empty, empty),) * rounds.parts
+    y, hit, kept = rounds.run(step, (rounds.empty(x), varying(jnp.zeros(()), x), kept))
+    kept = checkpoint_name(kept, "product")
+    return (rounds.sum_tokens(y).astype(x.dtype), hit), (x_TD, weights_Tk, kernels, rounds, kept)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def exchange(x_ND: jax.Array, rows: int, route: Route) -> jax.Array:
-    """Send rows along the route; return those that this device receives, [rows, ...], zero where none arrives.
+def _backward(how, residuals, dy):
+    """Run the same rounds with x and dy: sum the kernels' gradients, return those of x and of the weights."""
+    x_TD, weights_Tk, kernels, rounds, kept = residuals
+    whole = _gather_kernels(how, kernels, x_TD.dtype)
+    sent = rounds.tokens(x_TD), rounds.tokens(dy[0]), rounds.choices(weights_Tk)
 
-    The gradient returns by the same route. XLA:CPU has no ragged all-to-all; there all rows are gathered.
-    """
-    return jax.lax.platform_dependent(
-        x_ND, route, cpu=functools.partial(_gathered, rows), default=functools.partial(_ragged, rows)
+    def step(part, number, carry):
+        dx, dweights, dkernels = carry
+        sizes = rounds.sizes(number)
+        x_RD, dy_RD, weight_R = (rounds.receive(number, a) for a in sent)
+        # Products of the first round are kept, those of others computed again.
+        again = functools.partial(_gate_and_up, how, x_RD, whole, sizes)
+        if isinstance(number, int):
+            gate, up = kept[part]
+        else:
+            gate, up = jax.lax.cond(number < rounds.parts, lambda: kept[part], again)
+        hidden, back = jax.vjp(lambda gate, up: swiglu(gate, up, how.limit), gate, up)
+        dhidden = rows_product(dy_RD, whole.w2, sizes, how.impl, transposed=True).astype(jnp.float32)
+        dgate, dup = back(weight_R[:, None] * dhidden)
+        weighted = (weight_R[:, None] * hidden).astype(x_RD.dtype)
+        operands = Kernels((x_RD, dgate), (x_RD, dup), (weighted, dy_RD))
+        dkernels = Kernels(
+            *(weight_gradient(*ab, sizes, how.impl, dw) for ab, dw in zip(operands, dkernels, strict=True))
+        )
+        dx_RD = rows_product(dgate, whole.w1, sizes, how.impl, transposed=True)
+        dx_RD += rows_product(dup, whole.w3, sizes, how.impl, transposed=True)
+        return rounds.give(number, dx_RD, dx), rounds.give(number, (dhidden * hidden).sum(-1), dweights), dkernels
+
+    dkernels = Kernels(*(varying(jnp.zeros(w.shape, jnp.float32), w, x_TD) for w in whole))
+    carry = rounds.empty(sent[0]), rounds.empty(sent[2]), dkernels
+    dx, dweights, dkernels = rounds.run(step, carry)
+    dkernels = Kernels(
+        *(s.total(dw, w).astype(w.dtype) for s, dw, w in zip(how.shards, dkernels, kernels, strict=True))
     )
+    return rounds.sum_tokens(dx).astype(x_TD.dtype), rounds.collect_choices(dweights), None, dkernels
 
 
-def _ragged(rows: int, x_ND: jax.Array, route: Route) -> jax.Array:
-    me = jax.lax.axis_index(AXIS)
-    count, source, target = route
-    room = varying(jnp.zeros((rows, *x_ND.shape[1:]), x_ND.dtype), x_ND)
-    return jax.lax.ragged_all_to_all(x_ND, room, source[me], count[me], target[me], count[:, me], axis_name=AXIS)
+_apply.defvjp(_forward, _backward)
 
 
-def _gathered(rows: int, x_ND: jax.Array, route: Route) -> jax.Array:
-    """Do what `_ragged` does with the rows of all devices [P, N, D]."""
-    me = jax.lax.axis_index(AXIS)
-    count_P, source_P, target_P = (a[:, me] for a in route)
-    everyones = jax.lax.all_gather(x_ND, AXIS)
-    # For each row of the result: the one device whose rows it is among, and its number there.
-    place_RP = jnp.arange(rows)[:, None] - target_P
-    here_RP = (place_RP >= 0) & (place_RP < count_P)
-    device = here_RP.argmax(1)
-    row = jnp.take_along_axis(place_RP, device[:, None], 1)[:, 0] + source_P[device]
-    arrives = here_RP.any(1).reshape(-1, *(1,) * (x_ND.ndim - 1))
-    return jnp.where(arrives, everyones.at[device, row].get(mode="clip"), 0)
-
-
-def _exchange_forward(x_ND, rows, route):
-    return exchange(x_ND, rows, route), (x_ND.shape[0], route)
-
-
-def _exchange_backward(rows, residuals, dy):
-    return exchange(dy, residuals[0], residuals[1].back()), None
-
-
-exchange.defvjp(_exchange_forward, _exchange_backward)
-
-
-def _exchanged(
-    how: Experts, x_BSD: jax.Array, weights_BSk: jax.Array, experts_BSk: jax.Array, kernels: Kernels
-) -> tuple[jax.Array, jax.Array]:
-    """Sum each token's experts, fp32, by sending rows to the devices of their experts and back.
-
-    Every device's experts are cut into `how.waves` parts, so that the exchange of one part can run while
-    another is computed (section 3.1). The second result counts the clamped activations of this device's experts.
-    """
-    (B, S, k), D = experts_BSk.shape, x_BSD.shape[-1]
-    E, W, P = kernels.w1.shape[0], how.waves, jax.lax.axis_size(AXIS)
-    part, me = E // W, jax.lax.axis_index(AXIS)
-    # Sort rows by wave, device and expert; those of no expert come last.
-    device_N, own_N = jnp.divmod(experts_BSk.reshape(-1), E)
-    slot_N = jnp.where(device_N < P, (own_N // part * P + device_N) * part + own_N % part, how.count)
-    order, inverse = sort(slot_N)
-    x_ND, weight_N = (permute(a, order, inverse) for a in _pairs(x_BSD, weights_BSk))
-    sizes = varying(jnp.zeros(how.count, jnp.int32), slot_N).at[slot_N].add(1, mode="drop")
-    # All devices know how many rows each sends to each: sizes [from, wave, to, expert], count [from, wave, to].
-    sizes_PWPE = jax.lax.all_gather(sizes, AXIS).reshape(P, W, P, part)
-    count_PWP = sizes_PWPE.sum(-1)
-    before = lambda a, axis: jnp.cumsum(a, axis) - a
-    source_PWP = before(count_PWP.reshape(P, -1), 1).reshape(count_PWP.shape)
-    room = P * B * S * min(k, part)  # rows of a wave if all tokens choose this device
-    y_ND, hits = jnp.zeros_like(x_ND), []
-    for wave in range(W):
-        # Send this wave's rows to their experts' devices, where they arrive by sender.
-        count_PP = count_PWP[:, wave]
-        route = Route(count_PP, source_PWP[:, wave], before(count_PP, 0))
-        x_RD, weight_R = exchange(x_ND, room, route), exchange(weight_N, room, route)
-        # Each sender's rows are sorted by expert: `arrived` numbers the (sender, expert) pair of each row.
-        ends = jnp.cumsum(sizes_PWPE[:, wave, me].reshape(-1))
-        arrived = jnp.searchsorted(ends, jnp.arange(room), side="right")
-        expert_R = jnp.where(arrived < P * part, arrived % part, part)
-        # Apply the experts of this part, then return the results; other rows of y stay zero.
-        own = Kernels(*(w[wave * part : (wave + 1) * part] for w in kernels))
-        y_RD, hit = _apply(how, x_RD, weight_R, expert_R, own, -(-B * S * k // W))
-        hits.append(hit)
-        y_ND += exchange(y_RD, x_ND.shape[0], route.back())
-    return permute(y_ND, inverse, order).reshape(B, S, k, D).sum(2, dtype=jnp.float32), sum(hits)
+def _gather_kernels(how: Experts, kernels: Kernels, dtype: jnp.dtype) -> Kernels:
+    return Kernels(*(shards.whole(w, dtype) for shards, w in zip(how.shards, kernels, strict=True)))

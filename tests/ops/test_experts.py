@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts spread over devices, by gathering and by sending, against one device; and how gradients are added up."""
+"""Experts spread over devices, by gathering and by sending, against every expert on every token; sums of gradients."""
 
 import functools
+import math
+import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
-from dsv4_jax.mesh import BATCH, make_mesh
-from dsv4_jax.ops.experts import Experts, Kernels, Route, apply_experts, exchange
+from dsv4_jax.mesh import BATCH, make_mesh, varying
+from dsv4_jax.ops.exchange import ALIGN, Route, Sent, exchange
+from dsv4_jax.ops.experts import Experts, Kernels, apply_experts
 from dsv4_jax.ops.shards import ParamShards, round_to_bfloat16
 
 B, S, D, F, E, k = 8, 6, 8, 4, 16, 3
@@ -23,13 +27,14 @@ TOKENS = jax.P(BATCH, "context")
 
 
 @functools.cache
-def runner(shape, exchange, waves, reduction="float32", remat=False, dtype=jnp.float32, whole=False):
+def runner(shape, exchange, waves, reduction="float32", remat=False, dtype=jnp.float32, whole=False, loops=False):
     """Gradients (inputs, weights, kernels), output and number of clamped ones on a mesh: one function of arrays.
 
-    `whole`: every device has all experts, as where the axis does not divide them.
+    `whole`: every device has all experts, as where the axis does not divide them. `loops`: in as many rounds as it
+    takes, as on real devices.
     """
     mesh = make_mesh(*shape)
-    shards = [ParamShards(axis, SPLIT, reduction) for axis in (1, 1, 2)]
+    shards = tuple(ParamShards(axis, SPLIT, reduction) for axis in (1, 1, 2))
     specs = Kernels(*(jax.P(None, *spec[1:]) for spec in SPECS)) if whole else SPECS
     how = Experts(E, LIMIT, exchange, waves, "blocked", shards)
 
@@ -50,7 +55,7 @@ def runner(shape, exchange, waves, reduction="float32", remat=False, dtype=jnp.f
     def call(x, weights, kernels, experts, real, out):
         put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
         tokens = [put(a, TOKENS) for a in (x, weights, experts, real, out)]
-        with jax.set_mesh(mesh):
+        with jax.set_mesh(mesh), mock.patch("dsv4_jax.ops.exchange.emulated", lambda: not loops):
             return jax.device_get(compiled(*tokens[:2], jax.tree.map(put, kernels, specs), *tokens[2:]))
 
     return call
@@ -83,46 +88,149 @@ def same(got, want, rtol=1e-5):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(), 1e-9))
 
 
+@jax.jit
+def reference(x, weights, kernels, experts, real, out):
+    """Compute what `runner` does: every token through every expert, times the token's weight for it."""
+
+    def loss(x, weights, kernels):
+        share = (jax.nn.one_hot(experts, E) * (weights * real[..., None])[..., None]).sum(2)
+        chosen = (jax.nn.one_hot(experts, E) * real[..., None, None]).sum(2)
+        gate, up = (jnp.einsum("bsd,edf->bsef", x, w, precision="highest") for w in (kernels.w1, kernels.w3))
+        hit = (((gate > LIMIT) | (jnp.abs(up) > LIMIT)) * chosen[..., None]).sum()
+        hidden = jax.nn.silu(jnp.minimum(gate, LIMIT)) * jnp.clip(up, -LIMIT, LIMIT)
+        y = jnp.einsum("bsef,efd,bse->bsd", hidden, kernels.w2, share, precision="highest")
+        return (y * out).sum() + hit, (y, hit)
+
+    return jax.grad(loss, (0, 1, 2), has_aux=True)(x, weights, kernels)
+
+
+def loads():
+    """Make inputs for even and skewed loads and for padding."""
+    r = np.random.default_rng(1)
+    some, none = r.random((B, S)) < 0.5, np.zeros((B, S), bool)
+    even = np.arange(B * S * k).reshape(B, S, k) % E
+    one = np.stack([np.full((B, S), 5), *np.moveaxis(6 + picks(r, E - 6)[..., :2], -1, 0)], -1)
+    return {
+        "even": inputs(even),
+        "random": inputs(picks(r)),
+        "all to one expert": inputs(one),
+        "all to one device": inputs(picks(r, k)),
+        "five experts and padding": inputs(picks(r, 5), some),
+        "the last experts, one position": inputs(E - 1 - picks(r, k), np.zeros((B, S), bool) | (np.arange(S) == 5)),
+        "only padding": inputs(picks(r), none),
+    }
+
+
 FORMS = {
-    "gather": runner((2, 2, 2), "gather", 1),
-    "two waves": runner((2, 2, 2), "ragged", 2),
-    "eight devices": runner((1, 8, 1), "ragged", 1),
-    "an expert a wave": runner((1, 4, 2), "ragged", 4),
+    "one device": runner((1, 1, 1), "gather", 1),
     "all have all": runner((2, 2, 2), "gather", 1, whole=True),
+    "gather, two": runner((2, 2, 2), "gather", 1),
+    "gather, rounds": runner((2, 4, 1), "gather", 1),
+    "gather, eight, rounds": runner((1, 8, 1), "gather", 1, remat=True),
+    "send, two": runner((2, 2, 2), "ragged", 2),
+    "send, three waves": runner((1, 4, 2), "ragged", 3),
+    "send, rounds": runner((1, 8, 1), "ragged", 1, loops=True),
+    "send, rounds of two waves": runner((1, 8, 1), "ragged", 2, loops=True),
+    "send, rounds of four waves": runner((2, 4, 1), "ragged", 4, loops=True),
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_any_exchange_equals_one_device(form):
-    """Even and skewed routing, all tokens to the experts of one device, padding, and nothing but padding."""
-    r = np.random.default_rng(1)
-    run, one = FORMS[form], runner((1, 1, 1), "gather", 1)
-    padding = r.random((B, S)) < 0.5
-    cases = [inputs(picks(r)), inputs(picks(r, k)), inputs(picks(r, 5), padding), inputs(picks(r), padding & False)]
-    cases.append(inputs(E - 1 - picks(r, k), np.arange(B)[:, None] + np.zeros((1, S)) == 5))
-    for case in cases:
-        got, want = run(*case), one(*case)
+def test_any_exchange_equals_every_expert_on_every_token(form):
+    for name, case in loads().items():
+        got, want = FORMS[form](*case), jax.device_get(reference(*case))
         same(got, want)
-        assert got[1][1] == want[1][1] == clamped(*case)
+        assert got[1][1] == want[1][1] == clamped(*case), name
         used = np.bincount(case[3][case[4]].reshape(-1), minlength=E) > 0
         for dw in got[0][2]:  # a gradient exactly where an expert got a token
             np.testing.assert_array_equal(np.abs(dw).max((1, 2)) > 0, used)
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ragged"])
+def test_products_in_bfloat16(exchange):
+    x, *others = loads()["random"]
+    case = x / 16, *others  # far from the limit, where rounding could change what is clamped
+    got = runner((1, 8, 1), exchange, 1, dtype=jnp.bfloat16)(*case)
+    (dx, dweights, dkernels), (y, _) = jax.device_get(reference(*case))
+    same((got[0], got[1][0]), ((dx, dweights, dkernels), y), 0.02)
+
+
+def plan_rounds(experts, devices, waves):
+    """Plan the rounds of tokens [P, T, k] as real devices do; return their number and the rows of a round."""
+    found = []
+
+    def plan(experts):
+        rounds = Sent.plan(experts[0], E // devices, E, waves)
+        found.append(rounds.rows * waves)
+        return jnp.reshape(rounds.rounds, 1)
+
+    tokens = jax.P("expert")
+    with jax.set_mesh(make_mesh(1, devices, 1)), mock.patch("dsv4_jax.ops.exchange.emulated", lambda: False):
+        experts = jax.device_put(np.asarray(experts, np.int32), tokens)
+        rounds = jax.device_get(jax.jit(jax.shard_map(plan, in_specs=tokens, out_specs=tokens))(experts))
+    assert len(set(rounds.tolist())) == 1  # the same on all devices
+    return int(rounds[0]), found[0]
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("waves", [1, 2, 4])
+def test_rounds_follow_the_load(devices, waves):
+    """One round up to about twice an even load; more for more skew. Rows of a round do not depend on the devices."""
+    T, r = 512, np.random.default_rng(2)
+    share, padding = T * k, (ALIGN - 1) * E
+    random = np.argsort(r.random((devices, T, E)))[..., :k]
+    for experts, load in ((random, share), (np.full((devices, T, k), 3), devices * share)):
+        rounds, rows = plan_rounds(experts, devices, waves)
+        assert 2 * share <= rows <= 2 * share + 2 * padding
+        assert rounds == -(-load // rows)
+    assert plan_rounds(np.full((devices, T, k), E), devices, waves)[0] == 0  # only padding
+
+
+def largest_array(devices: int) -> int:
+    """Lower the gradient of the layer for TPUs; count the elements of its largest array."""
+    T, width, inner, experts = 128, 64, 8, 64
+    how = Experts(experts, LIMIT, "ragged", 2, "ragged", (ParamShards(),) * 3)
+    mesh, owned = make_mesh(1, devices, 1), jax.P("expert")
+
+    def loss(x, weights, kernels, experts, real):
+        specs = TOKENS, TOKENS, TOKENS, TOKENS, owned
+        f = jax.shard_map(functools.partial(apply_experts, how), in_specs=specs, out_specs=(TOKENS, jax.P()))
+        return (f(x, experts, weights, real, kernels)[0] ** 2).sum()
+
+    def array(spec, *shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    up, down = array(owned, experts, width, inner), array(owned, experts, inner, width)
+    x, weights = (array(TOKENS, devices, T, n) for n in (width, k))
+    chosen, real = array(TOKENS, devices, T, k, dtype=jnp.int32), array(TOKENS, devices, T, dtype=jnp.bool)
+    with jax.set_mesh(mesh), mock.patch("dsv4_jax.ops.exchange.emulated", lambda: False):
+        traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, weights, Kernels(up, up, down), chosen, real)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "ragged_all_to_all" in text
+    return max(math.prod(map(int, dims[:-1].split("x"))) for dims in re.findall(r"tensor<((?:\d+x)+)", text))
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_no_array_grows_with_the_devices(devices):
+    """No array has more rows than a round: those of twice an even load and of padding."""
+    assert largest_array(devices) <= (2 * 128 * k + 2 * (ALIGN - 1) * 64) * 64
 
 
 @given(st.integers(0, 10**6), st.integers(k, E), st.floats(0, 1))
 def test_any_routing(seed: int, among: int, share: float):
     r = np.random.default_rng(seed)
     case = inputs(r.permutation(E)[picks(r, among)], r.random((B, S)) < share, seed)
-    got = runner((1, 4, 2), "ragged", 4)(*case)
-    same(got, runner((1, 1, 1), "gather", 1)(*case))
+    got = runner((1, 8, 1), "ragged", 2, loops=True)(*case)
+    same(got, reference(*case))
     assert got[1][1] == clamped(*case)
 
 
-def test_what_the_backward_pass_keeps_changes_nothing():
-    """Room beyond twice an even share is computed again: here all tokens come to one device of eight."""
+@pytest.mark.parametrize("loops", [False, True])
+def test_what_the_backward_pass_keeps_changes_nothing(loops):
+    """The first round's products are kept, later ones computed again: here all tokens come to one device of eight."""
     case = inputs(picks(np.random.default_rng(2), k))
-    got = runner((1, 8, 1), "ragged", 1, remat=True)(*case)
-    same(got, runner((1, 1, 1), "gather", 1)(*case))
+    got = runner((1, 8, 1), "ragged", 1, remat=True, loops=loops)(*case)
+    same(got, reference(*case))
     assert got[1][1] == clamped(*case) > 0
 
 
@@ -162,29 +270,30 @@ def test_stochastic_rounding():
 
 
 def test_exchange_and_back():
-    """Rows of a route arrive in order of their senders, and return to their places."""
-    mesh, P, N = make_mesh(1, 8, 1), 8, 12
-    r = np.random.default_rng(4)
-    count = r.integers(0, 3, (P, P)) * (r.random((P, P)) < 0.7)
+    """Slices of a route arrive in order of their experts and senders, and return to their places; others stay."""
+    mesh, P, slices, N, r = make_mesh(1, 8, 1), 8, 2, 12, np.random.default_rng(4)
+    count = r.integers(0, 2, (P, P, slices)) * (r.random((P, P, slices)) < 0.7)
     count[2] = 0
-    count = np.minimum(count, 1) if count.sum(1).max() > N else count
-    before = lambda a, axis: np.cumsum(a, axis) - a
-    route = Route(*(a.astype(np.int32) for a in (count, before(count, 1), before(count, 0))))
-    x = r.normal(size=(P, N, 2)).astype(np.float32)
+    before = lambda a: np.cumsum(a) - a
+    source = np.stack([before(sent.reshape(-1)).reshape(sent.shape) for sent in count])
+    target = np.stack([before(count[:, to].T.reshape(-1)).reshape(slices, P).T for to in range(P)], 1)
+    route = Route(*(a.astype(np.int32) for a in (count, source, target)))
+    x = r.normal(size=(P, N * ALIGN, 3)).astype(np.float32)
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(jax.P("expert"), jax.P()), out_specs=jax.P("expert"))
     def there_and_back(x, route):
-        there = exchange(x[0], P * N, route)
-        return there[None], exchange(there, N, route.back())[None]
+        there = exchange(x[0], varying(jnp.full((P * slices * ALIGN, 3), 7.0), x), route)
+        return there[None], exchange(there, varying(jnp.full((N * ALIGN, 3), 8.0), x), route.back())[None]
 
     with jax.set_mesh(mesh):
         placed = jax.device_put(x, NamedSharding(mesh, jax.P("expert")))
         there, back = jax.device_get(jax.jit(there_and_back)(placed, route))
-    for device in range(P):
-        rows = [x[s, before(count, 1)[s, device] :][: count[s, device]] for s in range(P)]
+    blocks = lambda a: a.reshape(-1, ALIGN, 3)
+    for me in range(P):
+        rows = [blocks(x[s])[source[s, me, e] :][: count[s, me, e]] for e in range(slices) for s in range(P)]
         rows = np.concatenate(rows)
-        np.testing.assert_array_equal(there[device, : len(rows)], rows)
-        assert (there[device, len(rows) :] == 0).all()
-        sent = count[device].sum()
-        np.testing.assert_array_equal(back[device, :sent], x[device, :sent])
-        assert (back[device, sent:] == 0).all()
+        np.testing.assert_array_equal(blocks(there[me])[: len(rows)], rows)
+        assert (blocks(there[me])[len(rows) :] == 7).all()
+        sent = count[me].sum() * ALIGN
+        np.testing.assert_array_equal(back[me, :sent], x[me, :sent])
+        assert (back[me, sent:] == 8).all()
