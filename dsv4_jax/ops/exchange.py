@@ -40,37 +40,22 @@ def take(a: jax.Array, index: jax.Array, fill: int = 0) -> jax.Array:
     return a.at[jnp.where(index < 0, len(a), index)].get(mode="fill", fill_value=fill)
 
 
-def allocate(shape: tuple[int, ...], dtype: jnp.dtype, like: jax.Array) -> jax.Array:
-    """Make an array whose values are not defined, varying as `like`; zeroing takes as long as a copy."""
-    return varying(jax.lax.empty(shape, dtype), like)
+def zeros(shape: tuple[int, ...], dtype: jnp.dtype, like: jax.Array) -> jax.Array:
+    """Make an array of zeros that varies as `like`."""
+    return varying(jnp.zeros(shape, dtype), like)
 
 
 def sum_choices(a_ND: jax.Array, place_Tk: jax.Array) -> jax.Array:
     """Sum for each token its k rows of `a`, fp32 [T, D]; places outside `a` count nothing."""
-    return sum(take(a_ND, place_Tk[:, j]).astype(jnp.float32) for j in range(place_Tk.shape[1]))
+    total = zeros((len(place_Tk), a_ND.shape[1]), jnp.float32, a_ND)
+    for j in range(place_Tk.shape[1]):
+        total += take(a_ND, place_Tk[:, j]).astype(jnp.float32)
+    return total
 
 
 def _append_zero(a: jax.Array) -> jax.Array:
     """Append one row of zeros, which padding reads: faster than to select zeros for each row."""
     return jnp.pad(a, ((0, 1), *((0, 0),) * (a.ndim - 1)))
-
-
-class Rounds:
-    """Hold the rounds' number and parts; the rounds are run from the last to the first."""
-
-    rounds: int | jax.Array
-    parts: int
-
-    def run(self, step: Callable[[int, int | jax.Array, Carry], Carry], carry: Carry) -> Carry:
-        """Apply step(part, number of the part over all rounds, carry) to all parts of all rounds."""
-
-        def one(turn: int | jax.Array, carry: Carry) -> Carry:
-            first = (self.rounds - 1 - turn) * self.parts
-            for part in range(self.parts):
-                carry = step(part, first + part, carry)
-            return carry
-
-        return one(0, carry) if isinstance(self.rounds, int) else jax.lax.fori_loop(0, self.rounds, one, carry)
 
 
 @functools.partial(
@@ -79,7 +64,7 @@ class Rounds:
     meta_fields=["room", "gathers"],
 )
 @dataclasses.dataclass(frozen=True)
-class Gathered(Rounds):
+class Gathered:
     """Apply this device's experts to the tokens of all devices, or of this one if it has all experts.
 
     T counts the gathered tokens here.
@@ -125,7 +110,7 @@ class Gathered(Rounds):
 
     def empty(self, x: jax.Array) -> jax.Array:
         """Make the array that collects results for the rows of the prepared array `x`."""
-        return varying(jnp.zeros(x.shape, jnp.float32), x)
+        return zeros(x.shape, jnp.float32, x)
 
     @property
     def rows(self) -> int:
@@ -210,7 +195,7 @@ def _exchange_gathered(x: jax.Array, to: jax.Array, route: Route) -> jax.Array:
     meta_fields=["room", "parts"],
 )
 @dataclasses.dataclass(frozen=True)
-class Sent(Rounds):
+class Sent:
     """Send each (token, expert) pair as a row to the expert's device, and its result back.
 
     A device's buffer has its pairs sorted by expert. Each expert's rows are padded to whole blocks, N rows in all.
@@ -285,7 +270,7 @@ class Sent(Rounds):
 
     def empty(self, x: jax.Array) -> jax.Array:
         """Make the array that collects results for the rows of the prepared array `x`."""
-        return allocate(x.shape, x.dtype, x)  # rounds fill all rows that are read
+        return zeros(x.shape, x.dtype, x)
 
     @property
     def rows(self) -> int:
@@ -298,7 +283,7 @@ class Sent(Rounds):
 
     def receive(self, part: int | jax.Array, x: jax.Array) -> jax.Array:
         """Take a part's rows [R, ...] of a prepared array, sorted by expert; those past the last expert are any."""
-        return exchange(x, allocate((self.rows, *x.shape[1:]), x.dtype, x), self._route(part))
+        return exchange(x, zeros((self.rows, *x.shape[1:]), x.dtype, x), self._route(part))
 
     def give(self, part: int | jax.Array, a: jax.Array, to: jax.Array) -> jax.Array:
         """Return a part's results `a` [R, ...] to their places in `to`."""
@@ -311,3 +296,15 @@ class Sent(Rounds):
     def collect_choices(self, a_N: jax.Array) -> jax.Array:
         """Bring the collected numbers to their choices, [T, k]."""
         return take(a_N, self.place_Tk)
+
+
+def run_rounds(plan: Gathered | Sent, step: Callable[[int, int | jax.Array, Carry], Carry], carry: Carry) -> Carry:
+    """Apply step(part, number of the part over all rounds, carry) to all parts, from the last round to the first."""
+
+    def one(turn: int | jax.Array, carry: Carry) -> Carry:
+        first = (plan.rounds - 1 - turn) * plan.parts
+        for part in range(plan.parts):
+            carry = step(part, first + part, carry)
+        return carry
+
+    return one(0, carry) if isinstance(plan.rounds, int) else jax.lax.fori_loop(0, plan.rounds, one, carry)

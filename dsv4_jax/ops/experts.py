@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.mesh import AXES, varying
-from dsv4_jax.ops.exchange import Gathered, Sent, allocate
+from dsv4_jax.ops.exchange import Gathered, Sent, run_rounds, zeros
 from dsv4_jax.ops.grouped_matmul import Impl, rows_product, weight_gradient
 from dsv4_jax.ops.shards import ParamShards
 
@@ -113,9 +113,9 @@ def _forward(how, x_TD, weights_Tk, experts_Tk, kernels):
         hit += count_clamped(gate, up, how.limit).sum()
         return y, hit, (*kept[:part], (gate, up), *kept[part + 1 :])
 
-    empty = allocate((rounds.rows, whole.w1.shape[2]), x.dtype, x)
+    empty = zeros((rounds.rows, whole.w1.shape[2]), x.dtype, x)
     kept = ((empty, empty),) * rounds.parts
-    y, hit, kept = rounds.run(step, (rounds.empty(x), varying(jnp.zeros(()), x), kept))
+    y, hit, kept = run_rounds(rounds, step, (rounds.empty(x), varying(jnp.zeros(()), x), kept))
     kept = checkpoint_name(kept, "product")
     return (rounds.sum_tokens(y).astype(x.dtype), hit), (x_TD, weights_Tk, kernels, rounds, kept)
 
@@ -140,7 +140,7 @@ def _backward(how, residuals, dy):
         dhidden = rows_product(dy_RD, whole.w2, sizes, how.impl, transposed=True).astype(jnp.float32)
         dgate, dup = back(weight_R[:, None] * dhidden)
         weighted = (weight_R[:, None] * hidden).astype(x_RD.dtype)
-        operands = Kernels((x_RD, dgate), (x_RD, dup), (weighted, dy_RD))
+        operands = (x_RD, dgate), (x_RD, dup), (weighted, dy_RD)  # in the order of `Kernels`
         dkernels = Kernels(
             *(weight_gradient(*ab, sizes, how.impl, dw) for ab, dw in zip(operands, dkernels, strict=True))
         )
@@ -150,7 +150,7 @@ def _backward(how, residuals, dy):
 
     dkernels = Kernels(*(varying(jnp.zeros(w.shape, jnp.float32), w, x_TD) for w in whole))
     carry = rounds.empty(sent[0]), rounds.empty(sent[2]), dkernels
-    dx, dweights, dkernels = rounds.run(step, carry)
+    dx, dweights, dkernels = run_rounds(rounds, step, carry)
     dkernels = Kernels(
         *(s.total(dw, w).astype(w.dtype) for s, dw, w in zip(how.shards, dkernels, kernels, strict=True))
     )

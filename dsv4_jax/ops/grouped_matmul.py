@@ -46,7 +46,7 @@ def grouped_matmul(
 def rows_product(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl, transposed: bool = False) -> jax.Array:
     """Multiply the rows of group g of `x` by the whole matrix `w[g]`, or by its transpose. Has no gradient of its own.
 
-    Returns the product in x's type, summed in fp32. Rows past the last group are zero, whatever `x` holds there.
+    Returns the product in x's type, summed in fp32. Rows past the last group are zero.
     """
     w = jnp.swapaxes(w, 1, 2) if transposed else w
     if _choose(impl) == "blocked":
@@ -55,14 +55,9 @@ def rows_product(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl, trans
 
 
 def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, impl: Impl, total: jax.Array) -> jax.Array:
-    """Add to `total`, fp32 [G, D, F], the product x^T dy of the rows of every group. Has no gradient of its own.
-
-    Rows past the last group can hold anything, also NaN.
-    """
+    """Add to `total`, fp32 [G, D, F], the product x^T dy of the rows of every group. Has no gradient of its own."""
     if _choose(impl) == "blocked":
         return _blocked_outer(x, dy, sizes, total)
-    inside = (jnp.arange(x.shape[0]) < sizes.sum())[:, None]
-    x, dy = (jnp.where(inside, a, 0) for a in (x, dy))
     return total + jax.lax.ragged_dot_general(x, dy, sizes, _OUTER, preferred_element_type=jnp.float32)
 
 
