@@ -120,13 +120,11 @@ def _core(
     allowed_BAW = seen_BAW >= jnp.maximum(anchors.first_BA, 0)[..., None]
     rotated_BSK = rotate(context_BSK, tables.rotations[False])
     context_BAWK = jax.vmap(lambda x, i: x[i])(rotated_BSK, jnp.clip(seen_BAW, 0, S - 1))
-    # One softmax over context [B, A H, n, W] and slots [B, A H, n, n].
-    logit = lambda keys: jnp.einsum("banhk,bauk->bahnu", q_BAnHK, keys, preferred_element_type=jnp.float32) * K**-0.5
+    # One softmax over context [B, A, n, H, W] and slots [B, A, n, H, n].
+    logit = lambda keys: jnp.einsum("banhk,bauk->banhu", q_BAnHK, keys, preferred_element_type=jnp.float32) * K**-0.5
     far = jnp.where(allowed_BAW[:, :, None, None], logit(context_BAWK), -jnp.inf)
-    near = logit(own_BAnK)
-    parts = [x.reshape(B, A * cfg.n_heads, n, -1) for x in (far, near)]
-    p_far, p_near = softmax_with_sink((parts[0], parts[1]), jnp.tile(sink_H, A))
-    read = lambda p, keys: jnp.einsum("bahnu,bauk->banhk", p.reshape(B, A, cfg.n_heads, n, -1).astype(keys.dtype), keys)
+    p_far, p_near = softmax_with_sink((far, logit(own_BAnK)), sink_H)
+    read = lambda p, keys: jnp.einsum("banhu,bauk->banhk", p.astype(keys.dtype), keys)
     o_BAnHK = read(p_far, context_BAWK) + read(p_near, own_BAnK)
     return rotate(o_BAnHK, heads, inverse=True).reshape(B, A * n, cfg.n_heads, K)
 

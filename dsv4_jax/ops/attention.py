@@ -57,11 +57,11 @@ class Attended(NamedTuple):
 
 
 def softmax_with_sink(logits: tuple[jax.Array, ...], sink_H: jax.Array) -> tuple[jax.Array, ...]:
-    """Compute one softmax over all groups of keys [B, H, T, .]; exp(sink) joins the denominator only.
+    """Compute one softmax over all groups of keys [..., H, .]; exp(sink) joins the denominator only.
 
     Masked logits are -inf. A query without keys gets zeros and sends no gradient.
     """
-    sink = jnp.broadcast_to(sink_H[None, :, None, None], (*logits[0].shape[:-1], 1))
+    sink = jnp.broadcast_to(sink_H[:, None], (*logits[0].shape[:-1], 1))
     top = functools.reduce(jnp.maximum, (x.max(-1, keepdims=True) for x in logits if x.shape[-1]), sink)
     top = jax.lax.stop_gradient(top)
     weights = tuple(jnp.exp(x - top) for x in logits)
@@ -146,12 +146,13 @@ def attend(
 
         def logits(equation: str, keys: jax.Array, allowed: jax.Array) -> jax.Array:
             x = jnp.einsum(equation, q_BTHK, keys, preferred_element_type=jnp.float32)
-            return jnp.where(allowed[:, None], x * K**-0.5, -jnp.inf)
+            return jnp.where(allowed[:, :, None], x * K**-0.5, -jnp.inf)
 
-        near = logits("bthk,buk->bhtu", kv_BUK, seen_BTU)
+        # Queries stay before heads, as they come, so that a block of queries [T, H, K] is a matrix [T H, K] as it is.
+        near = logits("bthk,buk->bthu", kv_BUK, seen_BTU)
         if entries_BMK is None or windows is None:
             (p,) = softmax_with_sink((near,), sink_H)
-            o = jnp.einsum("bhtu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)
+            o = jnp.einsum("bthu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)
             return o, varying(jnp.zeros(first_BT.shape), o), None, None, None
 
         # Entries: visible [B, T, M] are those of the query's document whose window has ended; a pool narrows them.
@@ -159,27 +160,31 @@ def attend(
         score = made = recall = None
         entries, letters = entries_BMK, "bmk"
         if index is not None:
-            score = index_scores(index_q, index_w, index.k_BMJ)
+            # All scores serve the choice. Without a mask the loss reads only those of the chosen entries, made below.
+            asked = index_q, index_w, index.k_BMJ
+            score = index_scores(*(jax.lax.stop_gradient(asked) if gathered else asked))
             if pool is not None and index.pool:
                 allowed = visible & mask_blocks(pool, M, index.pool[1])
             elif index.pool:
                 made = select_blocks(score, allowed, windows, *index.pool)
             topk = select_entries(score, allowed, k) if k else None
             if index.recall:  # measured on the attention to all visible entries, also where the layer selects
-                _, p_all = softmax_with_sink((near, logits("bthk,bmk->bhtm", entries_BMK, visible)), sink_H)
+                _, p_all = softmax_with_sink((near, logits("bthk,bmk->bthm", entries_BMK, visible)), sink_H)
                 recall = indexer_recall(p_all, visible, select_entries(score, allowed, min(index.recall, M)))
         # The keys of the far part: each query's k entries [B, T, k, K], or all [B, M, K] under a mask.
         if topk is not None and gathered:
-            allowed, pick = topk >= 0, jnp.maximum(topk, 0)
-            score = None if score is None else jnp.take_along_axis(score, pick, axis=2)
-            entries, letters = jax.vmap(lambda e_MK, i_Tk: e_MK[i_Tk])(entries_BMK, pick), "btmk"
+            allowed = topk >= 0
+            take = jax.vmap(lambda x_MK, i_Tk: x_MK[i_Tk])
+            entries, letters = take(entries_BMK, jnp.maximum(topk, 0)), "btmk"
+            if index is not None:
+                score = index_scores(index_q, index_w, take(index.k_BMJ, jnp.maximum(topk, 0)))
         elif topk is not None and k < M:
             allowed = mask_entries(topk, M)
         # One softmax over window, entries and sink; the indexer learns from the entries' share of it.
-        far = logits(f"bthk,{letters}->bhtm", entries, allowed)
+        far = logits(f"bthk,{letters}->bthm", entries, allowed)
         p, p_far = softmax_with_sink((near, far), sink_H)
-        o = jnp.einsum("bhtu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)
-        o += jnp.einsum(f"bhtm,{letters}->bthk", p_far.astype(entries.dtype), entries)
+        o = jnp.einsum("bthu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)
+        o += jnp.einsum(f"bthm,{letters}->bthk", p_far.astype(entries.dtype), entries)
         kl = varying(jnp.zeros(first_BT.shape), o) if score is None else indexer_loss(p_far, score, allowed)
         return o, kl, topk, made, recall
 
@@ -231,9 +236,9 @@ def attend_reference(
         allowed, every = (jnp.concatenate([allowed, far], axis=2) for far in (entry, visible))
 
     def softmax(allowed: jax.Array) -> jax.Array:
-        logit = jnp.einsum("bthk,bsk->bhts", q_BSHK, keys) * K**-0.5
-        logit = jnp.where(allowed[:, None], logit, -jnp.inf)
-        sink = jnp.broadcast_to(sink_H[:, None, None], (*logit.shape[:-1], 1))
+        logit = jnp.einsum("bthk,bsk->bths", q_BSHK, keys) * K**-0.5
+        logit = jnp.where(allowed[:, :, None], logit, -jnp.inf)
+        sink = jnp.broadcast_to(sink_H[:, None], (*logit.shape[:-1], 1))
         return jax.nn.softmax(jnp.concatenate([logit, sink], axis=-1), axis=-1)[..., :-1]
 
     p = softmax(allowed)
@@ -241,4 +246,4 @@ def attend_reference(
         kl = indexer_loss(p[..., S:], score, entry)
         if asked is not None:
             recall = indexer_recall(softmax(every)[..., S:], visible, asked)
-    return Attended(jnp.einsum("bhts,bsk->bthk", p, keys), kl, topk, made, recall)
+    return Attended(jnp.einsum("bths,bsk->bthk", p, keys), kl, topk, made, recall)

@@ -13,6 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from dsv4_jax.ops.documents import Windows
 
+TILE = 512  # entries that are scored at a time
+
 
 class Index(NamedTuple):
     """Hold the inputs of the lightning indexer.
@@ -38,19 +40,33 @@ class Index(NamedTuple):
 
 
 def index_scores(q_BTIJ: jax.Array, w_BTI: jax.Array, k_BMJ: jax.Array) -> jax.Array:
-    """Score every entry for every query, fp32 [B, T, M] (section 2.3.1, lightning indexer)."""
-    hit = jax.nn.relu(jnp.einsum("btij,bmj->btim", q_BTIJ, k_BMJ, preferred_element_type=jnp.float32))
-    scale = (q_BTIJ.shape[-1] * q_BTIJ.shape[-2]) ** -0.5
-    return jnp.einsum("bti,btim->btm", w_BTI * scale, hit)
+    """Score entries for every query, fp32 [B, T, M] (section 2.3.1, lightning indexer).
+
+    All queries of a row share its M entries, or each has its own k of them, with keys [B, T, k, J]. Shared entries are
+    scored `TILE` at a time, in the backward pass too, so that the heads' scores [T, I, M] never exist at once.
+    """
+    keys = "bmj" if k_BMJ.ndim == 3 else "btmj"
+    w_BTI = w_BTI * (q_BTIJ.shape[-1] * q_BTIJ.shape[-2]) ** -0.5
+
+    def score(k: jax.Array) -> jax.Array:
+        hit = jax.nn.relu(jnp.einsum(f"btij,{keys}->btim", q_BTIJ, k, preferred_element_type=jnp.float32))
+        return jnp.einsum("bti,btim->btm", w_BTI, hit)
+
+    M = k_BMJ.shape[1]
+    if keys == "btmj" or M <= TILE:
+        return score(k_BMJ)
+    tiles = jnp.pad(k_BMJ, [(0, 0), (0, -M % TILE), (0, 0)]).reshape(k_BMJ.shape[0], -1, TILE, k_BMJ.shape[2])
+    scores = jax.lax.map(jax.checkpoint(score), jnp.moveaxis(tiles, 1, 0))  # [tiles, B, T, TILE]
+    return jnp.moveaxis(scores, 0, 2).reshape(*w_BTI.shape[:2], -1)[..., :M]
 
 
-def indexer_loss(p_BHTM: jax.Array, score_BTM: jax.Array, allowed_BTM: jax.Array) -> jax.Array:
+def indexer_loss(p_BTHM: jax.Array, score_BTM: jax.Array, allowed_BTM: jax.Array) -> jax.Array:
     """Compute KL(attention || softmax of the scores) over the allowed entries, in nats [B, T].
 
     The target is the attention's softmax over window, entries and sink: its part on the entries, summed over
     heads, normalised and detached.
     """
-    target = jax.lax.stop_gradient(p_BHTM).sum(1)
+    target = jax.lax.stop_gradient(p_BTHM).sum(2)
     total = target.sum(-1, keepdims=True)
     target = target / jnp.where(total > 0, total, 1.0)
     score = jnp.where(allowed_BTM, score_BTM, -jnp.inf)
@@ -59,14 +75,14 @@ def indexer_loss(p_BHTM: jax.Array, score_BTM: jax.Array, allowed_BTM: jax.Array
     return (jax.scipy.special.xlogy(target, target) - target * log_q).sum(-1)
 
 
-def indexer_recall(p_BHTM: jax.Array, visible_BTM: jax.Array, topk_BTk: jax.Array) -> jax.Array:
+def indexer_recall(p_BTHM: jax.Array, visible_BTM: jax.Array, topk_BTk: jax.Array) -> jax.Array:
     """Measure the share of the attention that the k selected entries cover, fp32 [B, T, 3], to be summed over queries.
 
-    The three numbers are the share of the attention on all visible entries (`p_BHTM`, summed over heads) that
+    The three numbers are the share of the attention on all visible entries (`p_BTHM`, summed over heads) that
     falls on the selected ones; k over the number of visible entries, the expected share of a random choice; and
     1, to count queries. All are 0 where at most k entries are visible, as there is nothing to choose.
     """
-    mass_BTM, visible = p_BHTM.sum(1), visible_BTM.sum(-1)
+    mass_BTM, visible = p_BTHM.sum(2), visible_BTM.sum(-1)
     picked = jnp.take_along_axis(mass_BTM, jnp.maximum(topk_BTk, 0), axis=2)
     covered, total = jnp.where(topk_BTk >= 0, picked, 0.0).sum(-1), mass_BTM.sum(-1)
     counts = (visible > topk_BTk.shape[2]) & (total > 0)
