@@ -138,6 +138,9 @@ def folder(tmp_path_factory, corpus):
     (folder / "small.py").write_text(
         "from support.runs import small\n\n\ndef config():\n    return small('', 'runs/small')\n"
     )
+    page = (ROOT / "docs" / "extending.md").read_text()
+    blocks = re.findall("```python\n(.*?)```", page, re.DOTALL)
+    (folder / "lion.py").write_text(next(block for block in blocks if "def lion" in block))
     official = dataclasses.asdict(OFFICIAL)
     (folder / "config.json").write_text(json.dumps(official))
     (folder / "configs").symlink_to(ROOT / "configs")
