@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     from dsv4_jax import optim
     from dsv4_jax.config import Config
     from dsv4_jax.config.files import load_config
-    from dsv4_jax.model.config import ModelConfig, model_config_from_official
+    from dsv4_jax.model.config import ModelConfig
     from dsv4_jax.model.deepseek import DeepSeek, Output
     from dsv4_jax.section import ConfigError, RunError
     from dsv4_jax.train import train
     from dsv4_jax.train.checkpoint import load_model
     from dsv4_jax.train.run import run
+    from dsv4_jax.weights.checkpoint import load_checkpoint
+    from dsv4_jax.weights.configs import model_config_from_official
+    from dsv4_jax.weights.export import save_checkpoint
     from dsv4_jax.weights.names import load_official, to_official
 
 __version__ = "0.1.0"
@@ -28,11 +31,13 @@ _HOMES = {
     "ModelConfig": "model.config",
     "Output": "model.deepseek",
     "RunError": "section",
+    "load_checkpoint": "weights.checkpoint",
     "load_config": "config.files",
     "load_model": "train.checkpoint",
     "load_official": "weights.names",
-    "model_config_from_official": "model.config",
+    "model_config_from_official": "weights.configs",
     "run": "train.run",
+    "save_checkpoint": "weights.export",
     "to_official": "weights.names",
 }
 
@@ -43,12 +48,14 @@ __all__ = [
     "ModelConfig",
     "Output",
     "RunError",
+    "load_checkpoint",
     "load_config",
     "load_model",
     "load_official",
     "model_config_from_official",
     "optim",
     "run",
+    "save_checkpoint",
     "to_official",
     "train",
 ]

@@ -86,6 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sample.add_argument("--seed", type=int, default=0, help="seed of the draws")
     sample.add_argument("--draft", action="store_true", help="decode with the draft blocks; prints the accepted share")
     sample.add_argument("--raw", action="store_true", help="write control characters as they are; not to a terminal")
+    convert = commands.add_parser("convert", help="write a run's model, or published weights, as a folder of weights")
+    convert.add_argument("source", metavar="FROM", help="a run, RUN@STEP, or a folder of safetensors files")
+    convert.add_argument("target", metavar="TO", type=Path, help="folder to make; an unfinished one is finished")
+    convert.add_argument("--format", default="bf16", help="f32, bf16 (default), fp8, fp4, or hf: names of transformers")
     rewind = commands.add_parser("rewind", help="take a run back to an earlier checkpoint; what came later is moved")
     rewind.add_argument("run_dir", help="folder of a run")
     rewind.add_argument("step", type=int, help="step of the checkpoint; an unknown one lists those that there are")
@@ -100,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"unrecognized arguments: {' '.join(args.overrides)}")
     run = {
         **{"plan": _plan, "data": _data, "sample": _sample, "rewind": _rewind, "optim-lab": _optim_lab},
-        "report": _report,
+        **{"report": _report, "convert": _convert},
     }[args.command]
     exit_on_error(lambda: run(args))
 
@@ -118,6 +122,34 @@ def _data(args: argparse.Namespace) -> None:
     from dsv4_jax.data.prepare import run
 
     run(config, SafeConsole())
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from dsv4_jax.weights.convert import FORMATS, convert_folder, convert_model
+
+    if args.format not in FORMATS:
+        raise ConfigError(f"--format {args.format!r}, expected {', '.join(FORMATS)}")
+    source = Path(args.source)
+    if source.is_dir() and any(source.glob("*.safetensors*")):
+        return convert_folder(source, args.target, args.format, SafeConsole())
+    config, run = _read_run(args.source)
+    from dsv4_jax.train.checkpoint import find_checkpoint, load_model, parse_source
+
+    step = find_checkpoint(*parse_source(args.source)).name
+    tokenizer = Path(config.data.tokenizer) if config.data.tokenizer != "bytes" else None
+    convert_model(load_model(config, args.source), f"{run} {step}", tokenizer, args.target, args.format, SafeConsole())
+
+
+def _read_run(source: str) -> tuple[Config, Any]:
+    """Read the configuration of the run that `RUN` or `RUN@STEP` names; return it and the run's folder."""
+    from dsv4_jax.train.checkpoint import parse_source
+
+    run_dir, _ = parse_source(source)
+    path = run_dir / "config.json"
+    with reading(source):
+        if not path.exists():
+            raise ConfigError(f"{run_dir} is not a run directory: it has no config.json")
+        return config_from_json(read_config(path)), run_dir
 
 
 def _rewind(args: argparse.Namespace) -> None:
@@ -159,16 +191,10 @@ def _report(args: argparse.Namespace) -> None:
 def _sample(args: argparse.Namespace) -> None:
     if args.raw and sys.stdout.isatty():
         raise ConfigError("--raw: control characters could change the terminal; write to a pipe or a file")
-    from dsv4_jax.train.checkpoint import load_model, parse_source
-
-    run_dir, _ = parse_source(args.run)
-    path = run_dir / "config.json"
-    with reading(args.run):
-        if not path.exists():
-            raise ConfigError(f"{run_dir} is not a run directory: it has no config.json")
-        config: Config = config_from_json(read_config(path))
+    config, run_dir = _read_run(args.run)
     from dsv4_jax.data.tokenizer import load_tokenizer
     from dsv4_jax.generate.sample import sample
+    from dsv4_jax.train.checkpoint import load_model
 
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.border)
     model = load_model(config, args.run)  # the run may have been moved since config.json was written

@@ -7,11 +7,10 @@ version. Keys of how the model is computed are in `compute.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from dsv4_jax.model.compute import ComputeConfig
-from dsv4_jax.section import ConfigError, from_fields
+from dsv4_jax.section import ConfigError
 
 CSA_RATIO = 4  # the official code turns overlap and indexer on for this ratio and for no other
 
@@ -321,36 +320,3 @@ class ModelConfig(ComputeConfig):
             candidates=candidates,
             decoder=bool(self.kv_source_layers) and i >= self.kv_source_layers[-1],
         )
-
-
-# Fields of the official files that say how weights are stored or served, not what the model computes.
-_STORAGE = ("dtype", "expert_dtype", "scale_fmt", "scale_dtype", "max_batch_size", "max_seq_len")
-# Fields that have one value in every published model; the equations here are that value's.
-_FIXED: dict[str, Any] = {
-    "n_shared_experts": 1,
-    "score_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "hidden_act": "silu",
-}
-
-
-def model_config_from_official(fields: Mapping[str, Any]) -> ModelConfig:
-    """Make the configuration of an official `inference/config.json`, given as a dict.
-
-    Storage fields (`dtype`, `expert_dtype`, `scale_fmt`, ...) have no meaning here and are ignored. Fields with one
-    possible value are checked. Any other unknown field is refused.
-
-    Raises:
-        ConfigError: naming the unknown, missing or unusable field.
-    """
-    values: dict[str, Any] = {}
-    if "kv_source_layers" in fields:  # V4.1, whose files do not name what every such model has
-        values = dict(hc_single_pass=True, query_norm=False, modality_bias=True, n_hash_layers=0)
-    for key, value in fields.items():
-        if key in _FIXED:
-            if value != _FIXED[key]:
-                raise ConfigError(f"{key} = {value!r} is not supported, expected {_FIXED[key]!r}")
-        elif key not in _STORAGE:
-            values[key] = tuple(value) if isinstance(value, list) else value
-    return from_fields(ModelConfig, values, "the official configuration")

@@ -142,8 +142,10 @@ _fake = jax.custom_jvp(_fake_value, nondiff_argnums=(1,))
 _fake.defjvp(lambda form, primals, tangents: (_fake(*primals, form), tangents[0]))
 
 
-def fp4_to_fp8(stored: np.ndarray, scale: np.ndarray, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Convert `FP4` to `FP8_128` without any error: E4M3 [R, columns] and scale bytes of the blocks.
+def fp4_to_fp8(
+    stored: np.ndarray, scale: np.ndarray, columns: int, form: Format = FP8_128
+) -> tuple[np.ndarray, np.ndarray]:
+    """Convert `FP4` to `FP8_128` or `FP8_32` without any error: E4M3 [R, columns] and scale bytes of the blocks.
 
     The scale of a block is its largest FP4 scale / 2^6. A number in E4M3 is then its E2M1 value times a power of two
     between 2^6 and 2^-8, all of which E4M3 has.
@@ -152,19 +154,19 @@ def fp4_to_fp8(stored: np.ndarray, scale: np.ndarray, columns: int) -> tuple[np.
         ValueError: if the scales of a block's numbers span more than 2^14; the message names the block.
     """
     value = from_e2m1(unpack(stored, columns))
-    R = value.shape[0]
-    pad = [(0, -R % 128), (0, -scale.shape[1] % 4)]
-    top = np.pad(scale, pad).reshape(-(-R // 128), 128, -1, 4).max((1, 3)).astype(np.int32)
+    R, across = value.shape[0], form.columns // FP4.columns  # FP4 blocks side by side in a block of FP8
+    pad = [(0, -R % form.rows), (0, -scale.shape[1] % across)]
+    top = np.pad(scale, pad).reshape(-(-R // form.rows), form.rows, -1, across).max((1, 3)).astype(np.int32)
     block = np.maximum(top - 6, 0)
-    offset = np.repeat(scale.astype(np.int32), 32, 1)[:, :columns]
-    offset = offset - np.repeat(np.repeat(block, 128, 0), 128, 1)[:R, :columns]
+    offset = np.repeat(scale.astype(np.int32), FP4.columns, 1)[:, :columns]
+    offset = offset - np.repeat(np.repeat(block, form.rows, 0), form.columns, 1)[:R, :columns]
     scaled = value * exp2(offset + 127)
     exact = to_e4m3(scaled)
     if (wrong := exact.astype(np.float32) != scaled).any():
         row, column = np.argwhere(wrong)[0]
         raise ValueError(
-            f"the block of rows {row // 128 * 128} and columns {column // 128 * 128} on has FP4 scales that span more "
-            "than 2^14, which FP8 cannot hold exactly"
+            f"the block of rows {row // form.rows * form.rows} and columns {column // form.columns * form.columns} on "
+            "has FP4 scales that span more than 2^14, which FP8 cannot hold exactly"
         )
     return exact, block.astype(np.uint8)
 

@@ -17,10 +17,10 @@ from flax import nnx
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import TokenMap
 
-_Tensors = list[tuple[str, tuple[int | slice, ...]]]
+Tensors = list[tuple[str, tuple[int | slice, ...]]]
 
 
-def _walk(model: DeepSeek, tree: Any) -> Iterator[tuple[Any, _Tensors]]:
+def walk(model: DeepSeek, tree: Any) -> Iterator[tuple[Any, Tensors]]:
     """Yield the variables of `tree` with the official names of their tensors, and the index of each in the value.
 
     `tree` is the model, or a state of the same layout.
@@ -29,7 +29,7 @@ def _walk(model: DeepSeek, tree: Any) -> Iterator[tuple[Any, _Tensors]]:
     for path, variable in nnx.to_flat_state(nnx.state(tree) if isinstance(tree, nnx.Module) else tree):
         if isinstance(variable, TokenMap):
             continue
-        tensors: _Tensors = [(".".join(map(str, path)) + variable.suffix, ())]
+        tensors: Tensors = [(".".join(map(str, path)) + variable.suffix, ())]
         if path[0] == "groups":
             name = ".".join(map(str, path[3:])) + variable.suffix
             tensors = [(f"layers.{i}.{name}", (row,)) for row, i in enumerate(model.layers_of(path))]
@@ -56,7 +56,7 @@ def _to_official(variable: Any, x: Any) -> Any:
 def official_tensors(model: DeepSeek, tree: Any) -> dict[str, np.ndarray]:
     """Return the arrays of `tree` by official name; `tree` has the layout of the model, as its gradients have."""
     tensors = {}
-    for variable, held in _walk(model, tree):
+    for variable, held in walk(model, tree):
         value = np.asarray(variable.get_value())
         tensors |= {name: _to_official(variable, value[index]) for name, index in held}
     return tensors
@@ -70,13 +70,19 @@ def to_official(model: DeepSeek) -> dict[str, np.ndarray]:
 def official_shapes(model: DeepSeek) -> dict[str, tuple[int, ...]]:
     """Return the official names and shapes; `model` may be abstract (from `jax.eval_shape`)."""
     shapes = {}
-    for variable, held in _walk(model, model):
+    for variable, held in walk(model, model):
         shape = np.broadcast_to(0, variable.get_value().shape)[held[0][1]].shape
         if variable.transposed:
             *stack, rows, columns = shape
             shape = (int(np.prod(stack)) * columns, rows)
         shapes |= {name: shape for name, _ in held}
     return shapes
+
+
+def is_routing_table(table: np.ndarray, experts: int) -> bool:
+    """Return whether every row [tokens, k] has distinct ids of experts."""
+    rows = np.sort(table, axis=1)
+    return not ((rows < 0) | (rows >= experts)).any() and not (rows[:, 1:] == rows[:, :-1]).any()
 
 
 def load_official(model: DeepSeek, tensors: Mapping[str, Any]) -> None:
@@ -92,18 +98,15 @@ def load_official(model: DeepSeek, tensors: Mapping[str, Any]) -> None:
     problems += [
         f"{n}: expected {list(want[n])}, found {list(have[n])}" for n in want if n in have and have[n] != want[n]
     ]
-    # A row of a routing table lists the experts of a token: distinct ids.
-    E = model.cfg.n_routed_experts
     for name in (n for n in want if n.endswith("tid2eid") and have.get(n) == want[n]):
-        rows = np.sort(np.asarray(tensors[name]), axis=1)
-        if rows.min() < 0 or rows.max() >= E or (rows[:, 1:] == rows[:, :-1]).any():
-            problems.append(f"{name}: rows must hold distinct expert ids below {E}")
+        if not is_routing_table(np.asarray(tensors[name]), model.cfg.n_routed_experts):
+            problems.append(f"{name}: rows must hold distinct expert ids below {model.cfg.n_routed_experts}")
     if problems:
         shown = "\n  ".join(problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise ValueError(f"these tensors do not fit the model:\n  {shown}{more}")
     # Everything fits: put each official tensor at its index of the stacked array, kernels transposed.
-    for variable, held in _walk(model, model):
+    for variable, held in walk(model, model):
         old = variable.get_value()
         new = np.zeros(old.shape, old.dtype)
         for name, index in held:

@@ -18,6 +18,7 @@ from rich.console import Console
 from support.runs import MODEL, config, metrics, small, timeless, train
 
 import dsv4_jax as ds
+from dsv4_jax.cli import main
 from dsv4_jax.config import OptimConfig
 from dsv4_jax.data.batch import put_batch
 from dsv4_jax.data.tokenizer import Bytes
@@ -89,6 +90,30 @@ def test_resuming_equals_never_having_stopped(small_straight, corpus, tmp_path, 
     assert timeless(metrics(tmp_path)) == timeless(metrics(small_straight[0]))
     one, two = (ds.to_official(load_model(small(corpus, d))) for d in (small_straight[0], tmp_path))
     assert all((one[name] == two[name]).all() for name in one)
+
+
+def test_a_run_is_converted_to_published_weights(small_straight, corpus, tmp_path, capsys):
+    """The newest checkpoint, exactly in fp32; an earlier one by its step. What cannot be meant ends with status 2."""
+    run, want = str(small_straight[0]), ds.to_official(load_model(small(corpus, small_straight[0])))
+    main(["convert", run, str(tmp_path / "weights"), "--format", "f32"])
+    assert f"{len(want)} tensors" in capsys.readouterr().out
+    back = ds.to_official(ds.load_checkpoint(tmp_path / "weights"))
+    assert back.keys() == want.keys() and all((back[name] == want[name]).all() for name in want)
+    main(["convert", f"{run}@6", str(tmp_path / "earlier")])
+    early = ds.to_official(ds.load_checkpoint(tmp_path / "earlier"))
+    assert not np.allclose(early["norm.weight"], want["norm.weight"], atol=1e-6)
+    main(["convert", str(tmp_path / "weights"), str(tmp_path / "four"), "--format", "fp4"])
+    assert len(ds.load_checkpoint(tmp_path / "four").mtp) == len(load_model(small(corpus, small_straight[0])).mtp)
+    for words, message in (
+        ([run, str(tmp_path / "weights")], "is not empty"),
+        ([run, str(tmp_path / "new"), "--format", "fp5"], "expected f32, bf16"),
+        ([str(tmp_path), str(tmp_path / "new")], "is not a run directory"),
+        ([f"{run}@4", str(tmp_path / "new")], "no checkpoint of step 4"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["convert", *words])
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / "new").exists()
 
 
 def test_a_finished_run_resumes_to_nothing(straight, corpus):
