@@ -63,9 +63,12 @@ def compile_layer(topology: str, waves: int = 1, gradient: bool = True, exchange
 
 
 def list_estimates(program: str) -> list[tuple[int, str]]:
-    """List the estimated cycles and the text of all operations of a compiled program, the longest first."""
+    """List the estimated cycles and the text of all operations of a compiled program, the longest first.
+
+    An operation that the compiler cannot estimate has the largest int64; it is left out.
+    """
     found = [(int(m[1]), line.strip()) for line in program.splitlines() if (m := re.search(r'cycles":"(\d+)"', line))]
-    return sorted(found, reverse=True)
+    return sorted(((cycles, line) for cycles, line in found if cycles < 1 << 50), reverse=True)
 
 
 def measure(topology: str, waves: int = 1, exchange: str = "ragged") -> list[dict[str, Any]]:
