@@ -69,7 +69,7 @@ def parse(words, monkeypatch):
                 cli.main([*rest, "--help"])
             return
         parsed = []
-        for name in ("_plan", "_data", "_sample", "_rewind", "_report", "_optim_lab"):
+        for name in ("_plan", "_data", "_sample", "_rewind", "_report", "_optim_lab", "_convert"):
             monkeypatch.setattr(cli, name, parsed.append)
         cli.main(rest)
         (args,) = parsed
