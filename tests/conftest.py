@@ -10,6 +10,7 @@ writes: JAX then compiles, and its warning is ignored.)
 import gc
 import importlib.metadata
 import os
+import signal
 
 from support import ROOT
 
@@ -30,6 +31,8 @@ if importlib.metadata.version("jax").startswith("0.10."):  # later ones have no 
 for _key, _value in SETTINGS.items():
     os.environ.setdefault(_key, _value)
 
+# A shell starts a command in the background with SIGINT ignored, and the commands under test would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(100_000, 50, 100)  # traces are many objects that stay: looking through them costs a tenth too
 
 import jax  # noqa: E402

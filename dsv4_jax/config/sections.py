@@ -331,8 +331,9 @@ class TrainConfig(Section):
     """Your own functions that compute metrics inside the training step, from parameters, gradients, updates and batch:
     `module:function` or `path/to/file.py:function` (docs/extending.md). Their values are the metrics custom/NAME."""
     init_from: str = ""
-    """Start a new run with the parameters of another run: RUN (its newest checkpoint) or RUN@STEP. Optimizer state,
-    step count, schedule and data start anew. Empty: random parameters."""
+    """Start a new run with the parameters of another run, RUN (its newest checkpoint) or RUN@STEP, or of a folder of
+    published weights (docs/weights.md). Optimizer state, step count, schedule and data start anew. Empty: random
+    parameters."""
     fork_from: str = ""
     """Start a new run as the continuation of another run: RUN (its newest checkpoint) or RUN@STEP. It takes over
     parameters, optimizer state, step count, schedule and position in the data. Other keys may change as at a resume.

@@ -12,6 +12,8 @@ from dsv4_jax.train.checkpoint import CheckpointError, find_checkpoint, list_che
 from dsv4_jax.train.history import History
 from dsv4_jax.train.metrics import drop_lines_after
 from dsv4_jax.train.run_dir import RunLock, check_model, write_events
+from dsv4_jax.weights.checkpoint import check_model as check_weights
+from dsv4_jax.weights.checkpoint import is_folder
 
 
 def find_origin(cfg: Config, newest: tuple[int, dict[str, Any]] | None) -> tuple[int, dict[str, Any]] | None:
@@ -26,7 +28,7 @@ def find_origin(cfg: Config, newest: tuple[int, dict[str, Any]] | None) -> tuple
 
     Raises:
         ConfigError: if `train.init_from` or `train.fork_from` names no checkpoint, or the run directory itself, or if
-            the run in the directory did not begin there.
+            the run in the directory did not begin there, or if `train.init_from` names the weights of another model.
         CheckpointError: if what it names is damaged.
     """
     own, origin = open_path(cfg.train.run_dir, "train.run_dir"), newest
@@ -47,6 +49,9 @@ def find_origin(cfg: Config, newest: tuple[int, dict[str, Any]] | None) -> tuple
                     f"train.{key} = {source!r}, but {own} holds a run that did not begin there: choose another "
                     "train.run_dir, or leave the key out to resume that run"
                 )
+            continue
+        if key == "init_from" and is_folder(run_dir):
+            check_weights(run_dir, cfg.model)
             continue
         path = find_checkpoint(run_dir, step)
         if key == "fork_from":

@@ -22,7 +22,7 @@ from dsv4_jax.mesh import start_devices, use_mesh
 from dsv4_jax.model.token_map import make_token_map
 from dsv4_jax.section import ConfigError, RunError
 from dsv4_jax.train.anticipation import route_shape
-from dsv4_jax.train.checkpoint import Checkpoints, load_model
+from dsv4_jax.train.checkpoint import Checkpoints, load_model, parse_source
 from dsv4_jax.train.checks import find_functions, trace_functions
 from dsv4_jax.train.console import Display, SafeConsole, printable
 from dsv4_jax.train.deadlines import Deadlines
@@ -52,6 +52,7 @@ from dsv4_jax.train.signals import stop_signals
 from dsv4_jax.train.state import TrainState, abstract_model
 from dsv4_jax.train.timing import Timing
 from dsv4_jax.train.trainer import Trainer
+from dsv4_jax.weights.checkpoint import is_folder, read_model
 
 
 def run(cfg: Config, console: Console | None = None) -> TrainState:
@@ -158,7 +159,12 @@ def start(trainer: Trainer) -> TrainState:
         return state
     state = trainer.programs.initial_state(cfg)
     if cfg.train.init_from:
-        _, params, buffers = nnx.split(load_model(cfg, cfg.train.init_from), nnx.Param, ...)
+        weights, _ = parse_source(cfg.train.init_from)
+        if is_folder(weights):
+            model = read_model(weights, cfg.model)
+        else:
+            model = load_model(cfg, cfg.train.init_from)
+        _, params, buffers = nnx.split(model, nnx.Param, ...)
         state = dataclasses.replace(state, params=params, buffers=buffers)
         console.print(f"parameters  from {cfg.train.init_from}")
     return state

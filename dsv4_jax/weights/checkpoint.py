@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from dsv4_jax.mesh import ensure_mesh
+from dsv4_jax.model.compute import ComputeConfig
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.params import HashTable
@@ -46,11 +47,38 @@ def load_checkpoint(folder: str | Path, mesh: jax.sharding.Mesh | None = None, *
         ConfigError: if the folder is damaged, or its tensors are not those of its configuration. The message names the
             tensor and the file.
     """
-    folder = Path(folder)
-    cfg = dataclasses.replace(read_config(folder), **compute)
-    files = Folder(folder)
     if mesh is not None:
         jax.set_mesh(mesh)
+    return read_model(Path(folder), dataclasses.replace(read_config(Path(folder)), **compute))
+
+
+def is_folder(path: Any) -> bool:
+    """Return whether there is a local folder of safetensors files at a path."""
+    return isinstance(path, Path) and path.is_dir() and any(path.glob("*.safetensors*"))
+
+
+def check_model(folder: Path, cfg: ModelConfig) -> None:
+    """Check that a model is the one whose weights a folder holds; keys of how it is computed or begins may differ.
+
+    Raises:
+        ConfigError: naming the keys that differ, or if the folder is damaged.
+    """
+    free = {"init_std", "hc_init_scale", "hash_seed", "engram_token_map"}
+    free |= {field.name for field in dataclasses.fields(ComputeConfig)}
+    made = read_config(folder)
+    differ = [
+        f"model.{field.name} = {getattr(cfg, field.name)!r}, but the weights are of {getattr(made, field.name)!r}"
+        for field in dataclasses.fields(ModelConfig)
+        if field.name not in free and getattr(cfg, field.name) != getattr(made, field.name)
+    ]
+    if differ:
+        raise ConfigError(f"{folder} holds the weights of another model: {'; '.join(differ)}")
+    Folder(folder)
+
+
+def read_model(folder: Path, cfg: ModelConfig) -> DeepSeek:
+    """Make a model of a folder's weights on the current mesh (see `load_checkpoint`)."""
+    files = Folder(folder)
     with ensure_mesh():
         model = nnx.eval_shape(lambda: DeepSeek(cfg, rngs=nnx.Rngs(0)))
         files.check(official_shapes(model))

@@ -24,6 +24,8 @@ _FIXED: dict[str, Any] = {
     "norm_topk_prob": True,
     "hidden_act": "silu",
 }
+# Keys that official files lack: how a model begins, and a temperature that is 1 in all of them.
+_UNNAMED = ("init_std", "hc_init_scale", "hash_seed", "gate_temp")
 # What every model of V4.1 has, and its files do not name.
 _V41: dict[str, Any] = dict(hc_single_pass=True, query_norm=False, modality_bias=True, n_hash_layers=0)
 
@@ -187,9 +189,6 @@ def flat_fields(cfg: ModelConfig) -> dict[str, Any]:
     if cfg.engram_layer_ids and not cfg.engram_num_embeddings:
         del fields["engram_num_embeddings"]
     return fields | {key: _FIXED[key] for key in ("n_shared_experts", "score_func")}
-
-
-_UNNAMED = ("init_std", "hc_init_scale", "hash_seed", "gate_temp")  # not in official files
 
 
 def hf_fields(cfg: ModelConfig, storage: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,6 +136,23 @@ def test_parameters_of_a_chosen_step(original, corpus, tmp_path):
     assert not same(three, four)
 
 
+def test_parameters_of_published_weights(original, corpus, tmp_path, monkeypatch):
+    """A run begins with them as with those of the run that they were made of; those of another model are refused."""
+    folder = tmp_path / "weights"
+    ds.save_checkpoint(load_model(small(corpus, original), f"{original}@3"), folder, "f32")
+    for name, source in (("one", f"{original}@3"), ("two", folder)):
+        assert f"parameters  from {source}" in train(small(corpus, tmp_path / name, steps=2, init_from=str(source)))
+    assert timeless(metrics(tmp_path / "one")) == timeless(metrics(tmp_path / "two"))
+    monkeypatch.setattr(run, "start_devices", lambda *_: pytest.fail("device work"))
+    cfg = small(corpus, tmp_path / "new", init_from=str(folder))
+    with pytest.raises(ds.ConfigError, match=r"another model: model\.route_scale = 2\.0, but the weights are of 1\.5"):
+        train(cfg.replace({"model.route_scale": 2.0}))
+    next(folder.glob("*.safetensors")).write_bytes(b"")
+    with pytest.raises(ds.ConfigError, match="no whole safetensors file"):
+        train(cfg)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
