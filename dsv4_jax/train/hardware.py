@@ -5,15 +5,10 @@ import jax
 
 from dsv4_jax.config import Config
 from dsv4_jax.model.counts import operations_per_token
+from dsv4_jax.roofline import CHIPS
 
 # Dense bf16 operations a second of one device, from the vendors' data sheets.
-PEAK_FLOPS = {
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v6 lite": 918e12,
-}
+PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12} | {name: chip.operations for name, chip in CHIPS.items()}
 
 
 def peak_flops(given: float) -> float:

@@ -12,7 +12,7 @@ import pytest
 
 # From the ground up. Rooms of one floor do not know each other.
 FLOORS = (
-    "section",
+    "roofline section",
     "mesh",
     "ops optim",
     "model",

@@ -46,7 +46,7 @@ def start(folder, name, *arguments, config=None, **environment):
 
 
 def finish(*processes):
-    done = [process.communicate() for process in processes]
+    done = [process.communicate(timeout=500) for process in processes]
     assert all(p.returncode == 0 for p in processes), [err[-2000:] for _, err in done]
     return [out for out, _ in done]
 
@@ -62,7 +62,6 @@ def free_port():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_eight_devices_in_one_process_and_in_two(tmp_path):
     """The losses of one device; one config, one metrics file, checkpoints that the other layout resumes."""
     mesh = ["--mesh.data", "2", "--mesh.expert", "2", "--mesh.context", "2"]
