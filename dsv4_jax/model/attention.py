@@ -2,9 +2,8 @@
 """Attention of a layer: latent queries, one shared key-value head, compressed entries, grouped output.
 
 The matrix products run on sharded arrays. All that combines positions (windows, pooling, top-k, attention itself)
-runs in three functions that know of no mesh: `new_entries`, `index_of` and `read`. Training calls them inside one
-`shard_map`, which takes the tokens left of a chunk and the entries of the row from neighbouring devices; decoding
-takes the same from a cache.
+runs inside one `shard_map`, for a chunk of every row. The tokens left of the chunk and the entries of the row come from
+its place (`place.py`): in training from neighbouring devices, in decoding from a cache.
 
 Letters: B rows, S positions, D width, H heads, K head width, U window keys, M entries of a row, m entries of a chunk,
 C compressor channels, I index heads, J index width, G output groups.
@@ -17,13 +16,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsv4_jax.mesh import BATCH, act_spec
+from dsv4_jax.mesh import BATCH, act_spec, row_spec
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.params import Params, linear, mark_saved, rms_norm, whole
+from dsv4_jax.model.place import (
+    Cached,
+    Entries,
+    Gated,
+    LayerCache,
+    LayerUpdate,
+    Neighbours,
+    Place,
+    Recent,
+    count_channels,
+    count_tail,
+)
 from dsv4_jax.model.rope import Rotation, rotate
-from dsv4_jax.model.tables import Chunk, Tables, take_chunk
+from dsv4_jax.model.tables import Chunk, Tables
 from dsv4_jax.ops.attention import Attended, attend
-from dsv4_jax.ops.context import count_slots, gather_entries, prepend_left, take_own_windows, take_slots
+from dsv4_jax.ops.context import count_slots
 from dsv4_jax.ops.documents import Windows, compress
 from dsv4_jax.ops.indexer import Index
 from dsv4_jax.optim.roles import MatrixSpec, Role
@@ -45,15 +56,19 @@ class Shared(NamedTuple):
     candidates_BSc: jax.Array | None
 
 
-def make_empty_shared(cfg: ModelConfig, B: int, S: int, dtype: jnp.dtype) -> dict[int, Shared]:
-    """Make the arrays that CSA2 layers hand down, by ratio: zeros, which the first `full` layer replaces."""
-    devices = jax.sharding.get_abstract_mesh().shape["context"]
+def make_empty_shared(cfg: ModelConfig, B: int, S: int, dtype: jnp.dtype, capacity: int = 0) -> dict[int, Shared]:
+    """Make the arrays that CSA2 layers hand down, by ratio: zeros, which the first `full` layer replaces.
+
+    With the `capacity` of a cache they hold the entries that it has room for, whole on every device of `context`.
+    """
+    devices, spec = jax.sharding.get_abstract_mesh().shape["context"], (row_spec if capacity else act_spec)(3)
 
     def zeros(*shape: int, dtype: jnp.dtype = dtype) -> jax.Array:
-        return jnp.zeros((B, *shape), dtype, out_sharding=act_spec(3))
+        return jnp.zeros((B, *shape), dtype, out_sharding=spec)
 
     def start(ratio: int) -> Shared:
-        m, M = devices * count_slots(S // devices, ratio), S // ratio
+        M = -(-capacity // ratio) if capacity else S // ratio
+        m = M if capacity else devices * count_slots(S // devices, ratio)
         keys = None if cfg.attention == "dense" else zeros(m, cfg.index_head_dim)
         sparse, pool = cfg.attention == "sparse", min(cfg.candidate_topk_blocks, -(-M // cfg.candidate_block_size))
         topk = zeros(S, min(cfg.index_topk, M), dtype=jnp.int32) if sparse else None
@@ -61,13 +76,6 @@ def make_empty_shared(cfg: ModelConfig, B: int, S: int, dtype: jnp.dtype) -> dic
         return Shared(zeros(m, cfg.head_dim), keys, topk, candidates)
 
     return {r: start(r) for r in set(cfg.compress_ratios) - {0}} if cfg.kv_source_layers else {}
-
-
-class Gated(NamedTuple):
-    """Input of a compressor's pooling, [B, S, C] each: the value of every token and the logit of its gate."""
-
-    value_BSC: jax.Array
-    gate_BSC: jax.Array
 
 
 class Pooling(NamedTuple):
@@ -113,13 +121,6 @@ class Weights(NamedTuple):
     key: tuple[jax.Array, jax.Array] | None = None
 
 
-class Entries(NamedTuple):
-    """Compressed entries [B, m, K] and their index keys [B, m, J], both rotated; no keys where no indexer runs."""
-
-    entries_BmK: jax.Array
-    keys_BmJ: jax.Array | None
-
-
 class Compressor(nnx.Module):
     """Compressor of windows of tokens into entries of `width` channels: CSA and HCA (section 2.3), and CSA2.
 
@@ -127,8 +128,7 @@ class Compressor(nnx.Module):
     """
 
     def __init__(self, cfg: ModelConfig, make: Params, spec: LayerSpec, width: int):
-        self.overlap = spec.mode == "csa"
-        self.channels = channels = width * (2 if self.overlap else 1)
+        self.channels = channels = count_channels(spec, width)
         # Channels of the window before and of the window itself; each half is one matrix for the optimizer.
         halves = Role("matrix", MatrixSpec(output_split=channels // width))
         if spec.mode != "full":
@@ -187,26 +187,40 @@ class Attention(nnx.Module):
             self.indexer = Indexer(cfg, make, spec)
 
     def __call__(
-        self, x_BSD: jax.Array, shared: dict[int, Shared], tables: Tables, dtype: jnp.dtype
-    ) -> tuple[jax.Array, Attended, dict[int, Shared]]:
-        """Attend along the rows of a batch.
+        self,
+        x_BSD: jax.Array,
+        shared: dict[int, Shared],
+        tables: Tables,
+        dtype: jnp.dtype,
+        cache: LayerCache | None = None,
+    ) -> tuple[jax.Array, Attended, dict[int, Shared], LayerUpdate | None]:
+        """Attend along the rows of a batch, or from a chunk that follows the tokens of a cache.
 
         Args:
             x_BSD: normed input of the sublayer, laid out as `mesh.act_spec`.
             shared: arrays that CSA2 layers hand down, by ratio.
-            tables: tables of the rows.
+            tables: tables of the rows, or of the chunk.
             dtype: type of the matrix products.
+            cache: cache of the layer; None in training.
 
         Returns:
-            The sublayer's output [B, S, D], the result of `read` with the indexer's loss and selection, and `shared`
-            for the next layer.
+            The sublayer's output [B, S, D], the result of `read` with the indexer's loss and selection, `shared`
+            for the next layer, and what to put into the cache.
         """
-        tokens, rows = jax.P(BATCH, "context"), jax.P(BATCH)
+        projected, rows = self.project(x_BSD, dtype), jax.P(BATCH)
+        # In training each device of `context` has its part of the positions. A chunk may be shorter than that axis:
+        # all of its devices have the whole chunk.
+        tokens = jax.P(BATCH, "context") if cache is None else rows
+        if cache is not None:
+            projected = jax.tree.map(lambda a: jax.reshard(a, row_spec(a.ndim)), projected)
         attend_chunk = functools.partial(_attend_chunk, self.cfg, self.spec)
-        attend_chunk = jax.shard_map(attend_chunk, in_specs=(tokens, jax.P(), rows, tokens), out_specs=tokens)
-        out, own = attend_chunk(self.project(x_BSD, dtype), self.weights(), tables, shared.get(self.spec.ratio))
+        in_specs = (tokens, jax.P(), rows, tokens, rows)
+        attend_chunk = jax.shard_map(attend_chunk, in_specs=in_specs, out_specs=(tokens, tokens, rows))
+        out, own, update = attend_chunk(projected, self.weights(), tables, shared.get(self.spec.ratio), cache)
+        if cache is not None:
+            out = jax.tree.map(lambda a: jax.reshard(a, act_spec(a.ndim)), out)
         y = self.output(out.o_BSHK, dtype)
-        return y, out, shared if own is None else shared | {self.spec.ratio: own}
+        return y, out, shared if own is None else shared | {self.spec.ratio: own}, update
 
     def project(self, x_BSD: jax.Array, dtype: jnp.dtype) -> Projected:
         """Compute the products of the tokens with the layer's matrices."""
@@ -258,54 +272,56 @@ class Attention(nnx.Module):
 
 
 def _attend_chunk(
-    cfg: ModelConfig, spec: LayerSpec, projected: Projected, weights: Weights, tables: Tables, shared: Shared | None
-) -> tuple[Attended, Shared | None]:
-    """Attend from one device's rows and chunk of S positions, in training.
-
-    Tokens left of the chunk and entries of the whole row come from the devices along `context`.
+    cfg: ModelConfig,
+    spec: LayerSpec,
+    projected: Projected,
+    weights: Weights,
+    tables: Tables,
+    shared: Shared | None,
+    cache: LayerCache | None,
+) -> tuple[Attended, Shared | None, LayerUpdate | None]:
+    """Attend from one device's rows and chunk of S positions.
 
     Returns:
-        The result for the chunk, and `shared` with the arrays that this layer replaces.
+        The result for the chunk, `shared` with the arrays that this layer replaces, and what to put into the cache.
     """
+    place: Place = Neighbours(tables) if cache is None else Cached(tables, cache)
     S, ratio = projected.q_BSHK.shape[1], spec.ratio
-    chunk = take_chunk(tables, S, compressed=ratio > 0, replayed=spec.decoder)
-    entries_BMK = index = topk_BSk = own = None
-    windows = tables.windows.get(ratio)
-    if windows is not None and windows.end_BM.shape[1] > 0:  # a row shorter than the ratio has no entries
-        if projected.main is not None:
+    chunk = place.chunk(spec, S)
+    entries_BMK = index = topk_BSk = own = stored = windows = None
+    main, index_tokens = projected.main, projected.index
+    if ratio and place.windows(ratio).end_BM.shape[1] > 0:  # a row shorter than the ratio has no entries
+        windows = place.windows(ratio)
+        if main is not None:
             # Entries [B, m, K] of the windows that end in this chunk; the first of them may begin left of it.
-            main, index_tokens = prepend_left((projected.main, projected.index), count_tail(spec))
-            ending, number_Bm = take_own_windows(windows, ratio, S, main.value_BSC.shape[1] - S)
-            starts = jax.tree.map(lambda a: take_slots(a, number_Bm), tables.starts[ratio])
+            main = place.left("main", main, count_tail(spec))
+            index_tokens = place.left("index", index_tokens, count_tail(spec))
+            ending, starts = place.ending(ratio, S, main.value_BSC.shape[1] - S)
             own = new_entries(cfg, spec, main, index_tokens, weights, ending, starts)
+            stored = place.store(own, ratio)
         if shared is not None:
             # CSA2: a full layer replaces the entries that are handed down, and every layer reads those.
-            if own is not None:
-                shared = shared._replace(entries_BmK=own.entries_BmK, keys_BmJ=own.keys_BmJ)
-            own = Entries(shared.entries_BmK, shared.keys_BmJ)
-        assert own is not None  # a layer with a ratio makes entries or is handed some
+            if stored is not None:
+                shared = shared._replace(entries_BmK=stored.entries_BmK, keys_BmJ=stored.keys_BmJ)
+            stored = Entries(shared.entries_BmK, shared.keys_BmJ)
+        assert stored is not None  # a layer with a ratio makes entries or is handed some
         # The entries of the whole row, [B, M, K], and their index keys [B, M, J], in the order of `windows`.
-        entries_BMK = gather_entries(own.entries_BmK, windows, S)
+        entries_BMK = place.gather(stored.entries_BmK, ratio, S)
         if projected.index_q_BSIJ is not None:
-            assert own.keys_BmJ is not None
-            keys_BMJ = gather_entries(own.keys_BmJ, windows, S)
+            assert stored.keys_BmJ is not None
+            keys_BMJ = place.gather(stored.keys_BmJ, ratio, S)
             candidates_BSc = None if shared is None else shared.candidates_BSc
             index = index_of(cfg, spec, projected, chunk, keys_BMJ, candidates_BSc)
         elif shared is not None:
             topk_BSk = shared.topk_BSk
     # The chunk's own keys after those of the window left of it: U = S + up to W - 1.
-    kv_BUK = prepend_left(rotate(projected.kv_BSK, chunk.rotation), cfg.window_size - 1)
+    kv_BUK = place.left("window_BUK", rotate(projected.kv_BSK, chunk.rotation), cfg.window_size - 1)
     out = read(cfg, projected.q_BSHK, kv_BUK, weights.sink_H, chunk, entries_BMK, windows, index, topk_BSk)
     if index is not None and shared is not None and cfg.attention == "sparse":
         shared = shared._replace(topk_BSk=out.topk_BSk)
         if spec.candidates == "source":
             shared = shared._replace(candidates_BSc=out.candidates_BSc)
-    return out, shared
-
-
-def count_tail(spec: LayerSpec) -> int:
-    """Count the tokens before a chunk that its windows can reach: a window less one token; in CSA two less one."""
-    return (2 if spec.mode == "csa" else 1) * spec.ratio - 1
+    return out, shared, place.update(Recent(kv_BUK, main, index_tokens), own, ratio)
 
 
 def new_entries(

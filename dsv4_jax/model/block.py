@@ -14,6 +14,7 @@ from dsv4_jax.model.attention import Attention, Shared, make_empty_shared
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.engram import Engram
 from dsv4_jax.model.params import Params, rms_norm
+from dsv4_jax.model.place import LayerCache, LayerUpdate
 from dsv4_jax.model.tables import Tables
 
 
@@ -84,6 +85,7 @@ class LayerReport(NamedTuple):
         indexer: the indexer's loss, summed over real tokens; 0 without an indexer.
         recall: [3], `indexer_recall` summed over queries; None unless it is measured.
         collected: what the caller asked for.
+        update: what to put into the cache of its attention; None without a cache.
     """
 
     experts: jax.Array
@@ -93,16 +95,20 @@ class LayerReport(NamedTuple):
     indexer: jax.Array
     recall: jax.Array | None
     collected: Collected
+    update: LayerUpdate | None = None
 
 
-def start_carry(cfg: ModelConfig, e_BSD: jax.Array, dtype: jnp.dtype) -> Carry:
-    """Make the first layer's carry: every stream is the embedding, the first input mix reads the first stream."""
+def start_carry(cfg: ModelConfig, e_BSD: jax.Array, dtype: jnp.dtype, capacity: int = 0) -> Carry:
+    """Make the first layer's carry: every stream is the embedding, the first input mix reads the first stream.
+
+    `capacity` is that of the cache, if there is one.
+    """
     B, S, D = e_BSD.shape
     x_BSND = jnp.broadcast_to(e_BSD[:, :, None], (B, S, cfg.hc_mult, D))
     pre = None
     if cfg.hc_single_pass:
         pre = jax.reshard(jnp.broadcast_to(jnp.eye(cfg.hc_mult)[0], (B, S, cfg.hc_mult)), act_spec(3))
-    return Carry(x_BSND, pre, make_empty_shared(cfg, B, S, dtype))
+    return Carry(x_BSND, pre, make_empty_shared(cfg, B, S, dtype, capacity))
 
 
 class Block(nnx.Module):
@@ -120,9 +126,17 @@ class Block(nnx.Module):
         self.ffn = moe.MoE(cfg, make, layers, spec.hashed)
 
     def __call__(
-        self, carry: Carry, tokens: Tokens, dtype: jnp.dtype, forced_BSk: jax.Array | None = None
+        self,
+        carry: Carry,
+        tokens: Tokens,
+        dtype: jnp.dtype,
+        forced_BSk: jax.Array | None = None,
+        cache: LayerCache | None = None,
     ) -> tuple[Carry, LayerReport]:
-        """Run the layer: the carry after it, and its report with everything collected."""
+        """Run the layer: the carry after it, and its report with everything collected.
+
+        With a cache, `tokens` are a chunk that follows the tokens of the cache, and there is no balance loss.
+        """
         cfg = self.cfg
         x_BSND = carry.x_BSND
         # The Engram adds to the streams of text positions.
@@ -139,17 +153,18 @@ class Block(nnx.Module):
             mix = hyper.compute_mix(x_BSND, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, cfg)
             pre = mix.pre_BSN if carry.pre_BSN is None else carry.pre_BSN
             u = rms_norm(hyper.collapse(x_BSND, pre), cfg.norm_eps, self.attn_norm)
-            y, attended, shared = self.attn(u, carry.shared, tokens.tables, dtype)
+            y, attended, shared, update = self.attn(u, carry.shared, tokens.tables, dtype, cache)
             x_BSND = hyper.expand(y, x_BSND, mix)
 
         # So do the experts.
         carry = carry._replace(x_BSND=x_BSND, shared=shared)
         carry, routing, clamped = self.feed_forward(carry, mix, tokens, forced_BSk, dtype)
+        unbalanced = self.spec.hashed or cache is not None
         report = LayerReport(
             experts=routing.experts_BSk,
             load=self.load(routing, tokens),
             clamped=clamped,
-            balance=jnp.zeros(()) if self.spec.hashed else moe.compute_balance_loss(routing, tokens.tables.docs),
+            balance=jnp.zeros(()) if unbalanced else moe.compute_balance_loss(routing, tokens.tables.docs),
             indexer=(attended.kl_BS * tokens.real_BS).sum(),
             recall=None if attended.recall_BS3 is None else attended.recall_BS3.sum((0, 1)),
             collected=Collected(
@@ -160,6 +175,7 @@ class Block(nnx.Module):
                 router_scores=routing.scores_BSE,
                 features=features,
             ),
+            update=update,
         )
         return carry, report
 

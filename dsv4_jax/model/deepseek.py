@@ -14,6 +14,7 @@ from jax.core import Tracer
 from dsv4_jax.mesh import ONCE_CPU, act_spec, emulated, ensure_mesh, on_cpu, row_spec
 from dsv4_jax.model import hyper
 from dsv4_jax.model.block import Block, Carry, Collected, LayerReport, Tokens, collapse_streams, start_carry
+from dsv4_jax.model.cache import Cache, Pending, join_history
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.dspark import Anchors, DraftBlock, Drafts, compute_drafts
 from dsv4_jax.model.engram import compute_engram_rows, make_token_map_buffer
@@ -21,8 +22,9 @@ from dsv4_jax.model.images import embed_images, make_delimiters
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.mtp import MTP
 from dsv4_jax.model.params import Params, apply_remat, rms_norm, whole
+from dsv4_jax.model.place import LayerCache
 from dsv4_jax.model.scan_groups import ScanGroup, find_scan_groups
-from dsv4_jax.model.tables import Tables, make_tables
+from dsv4_jax.model.tables import Tables, make_chunk_tables, make_tables
 from dsv4_jax.model.token_types import TEXT
 from dsv4_jax.model.vision import Aligner, Vision
 from dsv4_jax.ops.cross_entropy import head_logits
@@ -214,7 +216,8 @@ class DeepSeek(nnx.Module):
 
         # All layers, on N streams [B, S, N, D].
         tokens = Tokens(ids, tables, real, image, engram_rows)
-        carry, layers = self._run_layers(start_carry(cfg, e, dtype), tokens, inputs.forced_experts, collect)
+        start = start_carry(cfg, e, dtype)
+        carry, layers, _ = self._run_layers(start, tokens, inputs.forced_experts, collect)
 
         mtp = None
         for block in mtp_blocks:
@@ -224,23 +227,105 @@ class DeepSeek(nnx.Module):
             layers.append(report)
         return Hidden(rms_norm(collapse_streams(self, carry), cfg.norm_eps, self.norm), mtp, layers, tables, images)
 
-    def _run_layers(
-        self, carry: Carry, tokens: Tokens, forced: Sequence[jax.Array | None] | None, collect: Sequence[str]
-    ) -> tuple[Carry, list[LayerReport]]:
-        """Scan the groups of layers: the carry after the last one, and every layer's report, in order."""
+    def extend(
+        self,
+        cache: Cache,
+        ids: jax.Array,
+        n: jax.Array,
+        *,
+        embeddings: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+        forced_experts: Sequence[jax.Array | None] | None = None,
+        collect: Sequence[str] = (),
+    ) -> tuple[Hidden, Pending]:
+        """Compute the next T tokens of the rows of a cache; `commit` then puts them into it.
 
-        def run(block: Block, carry: Carry, forced_BSk: jax.Array | None) -> tuple[Carry, LayerReport]:
-            carry, report = block(carry, tokens, self.cfg.dtype, forced_BSk)
+        The result is that of `hidden` for the whole rows, at these tokens. The MTP block is one token behind: its
+        states follow from the streams before each of the T tokens, so that they too predict the token after it.
+
+        Args:
+            cache: tokens before; with `draft` for the MTP block.
+            ids: int [B, T], token ids. T is a multiple of the mesh's context.
+            n: int [B], number of real tokens of each row, from 0 to T; the others are padding.
+            embeddings: [B, T, D] in place of those of the ids, for images.
+            token_types: as for a call.
+            forced_experts: as for a call.
+            collect: as for a call.
+        """
+        cfg, dtype, T = self.cfg, self.cfg.dtype, ids.shape[1]
+        inputs = Inputs(ids, token_types=token_types, forced_experts=forced_experts).checked(cfg)
+        ids, n = inputs.ids, jax.reshard(jnp.asarray(n, jnp.int32), row_spec(1))
+        tables = make_chunk_tables(cfg, cache.length_B, n, T, cache.capacity)
+        real = jax.reshard(tables.docs.first_BS < T, act_spec(2))
+        image = None if inputs.token_types is None else inputs.token_types != TEXT
+        history, engram_rows = cache.history, None
+        if history.ids_RBU is not None and history.text_RBU is not None:
+            before, text = history.ids_RBU.shape[2], real if image is None else real & ~image
+            history = history._replace(
+                ids_RBU=join_history(history.ids_RBU, ids), text_RBU=join_history(history.text_RBU, text)
+            )
+            place = jax.reshard(cache.length_B, row_spec(1))[:, None] + jnp.arange(-before, T)
+            docs = tables.docs._replace(position_BS=place)
+            engram_rows = compute_engram_rows(
+                cfg, self.token_map, history.ids_RBU[0], history.text_RBU[0], docs, before
+            )
+
+        tokens = Tokens(ids, tables, real, image, engram_rows)
+        e = self._embed(ids, dtype) if embeddings is None else jax.reshard(embeddings.astype(dtype), act_spec(3))
+        carry = start_carry(cfg, e, dtype, cache.capacity)
+        carry, layers, updates = self._run_layers(carry, tokens, inputs.forced_experts, collect, cache.layers)
+
+        mtp = None
+        if history.mtp is not None and history.streams_RBUND is not None:
+            # Position 0 has no token before it: that of the block's first token is padding.
+            streams = join_history(history.streams_RBUND, carry.x_BSND)
+            tables = make_chunk_tables(cfg, cache.length_B - 1, n, T, cache.capacity)
+            first = jax.reshard(cache.length_B, row_spec(1))[:, None] + jnp.arange(T) == 0
+            tokens = Tokens(ids, tables, real & ~jax.reshard(first, act_spec(2)))
+            kept = LayerCache(jax.tree.map(lambda a: a[0], history.mtp), None)
+            x = jax.reshard(streams[0, :, :-1], act_spec(4))
+            mtp, report = self.mtp[0].predict(x, self._embed(ids, dtype), tokens, dtype, kept)
+            layers.append(report._replace(update=None))
+            assert report.update is not None
+            history = history._replace(
+                streams_RBUND=streams, mtp=jax.tree.map(lambda a: a[None], report.update.recent)
+            )
+        h = rms_norm(collapse_streams(self, carry), cfg.norm_eps, self.norm)
+        return Hidden(h, mtp, layers, tables), Pending(cache, updates, history)
+
+    def _run_layers(
+        self,
+        carry: Carry,
+        tokens: Tokens,
+        forced: Sequence[jax.Array | None] | None,
+        collect: Sequence[str],
+        caches: Sequence[Sequence[LayerCache | None]] | None = None,
+    ) -> tuple[Carry, list[LayerReport], list[list[Any]]]:
+        """Scan the groups of layers.
+
+        Returns:
+            The carry after the last layer, every layer's report, in order, and the updates of the caches, stacked like
+            the layers.
+        """
+
+        def run(
+            block: Block, carry: Carry, forced_BSk: jax.Array | None, cache: LayerCache | None
+        ) -> tuple[Carry, LayerReport]:
+            carry, report = block(carry, tokens, self.cfg.dtype, forced_BSk, cache)
             return carry, report._replace(collected=report.collected.only(collect))
 
         layers: list[Any] = [None] * self.cfg.n_layers
-        for group, blocks in zip(self.scan_groups, self.groups, strict=True):
-            carry, reports = _scan(run, self.cfg, carry, list(blocks), _stack_forced(forced, group))
+        updates: list[list[Any]] = []
+        for number, (group, blocks) in enumerate(zip(self.scan_groups, self.groups, strict=True)):
+            cached = [None] * group.period if caches is None else list(caches[number])
+            carry, reports = _scan(run, self.cfg, carry, list(blocks), _stack_forced(forced, group), cached)
+            updates.append([report.update for report in reports])
+            reports = [report._replace(update=None) for report in reports]
             # The scan has stacked the reports of each position of the period over its repeats.
             for j in range(group.period):
                 for r, i in enumerate(group.layers(j)):
                     layers[i] = jax.tree.map(lambda a, r=r: a[r], reports[j])
-        return carry, layers
+        return carry, layers, updates
 
     def draft(self, out: Hidden, anchors: Anchors) -> Drafts:
         """Run the draft blocks from all anchors [B, A], after a pass `out` that collected `features`.
@@ -331,7 +416,7 @@ def _stack_forced(forced: Sequence[jax.Array | None] | None, group: ScanGroup) -
     return stacked
 
 
-def _scan(run, cfg: ModelConfig, carry: Carry, blocks: list[Block], forced: list[jax.Array | None]):
+def _scan(run, cfg: ModelConfig, carry: Carry, blocks: list[Block], *others: list[Any]):
     """Run a group: a scan over its repeats, whose body runs the layers of the period in order.
 
     On emulated devices the scan is unrolled if there are Engrams or images: their collectives need no layer, so
@@ -342,9 +427,9 @@ def _scan(run, cfg: ModelConfig, carry: Carry, blocks: list[Block], forced: list
 
     def body(carry, xs):
         reports = []
-        for block, forced_BSk in zip(*xs, strict=True):
-            carry, report = run(block, carry, forced_BSk)
+        for block, *given in zip(*xs, strict=True):
+            carry, report = run(block, carry, *given)
             reports.append(report)
         return carry, reports
 
-    return jax.lax.scan(body, carry, (blocks, forced), unroll=unroll)
+    return jax.lax.scan(body, carry, (blocks, *others), unroll=unroll)

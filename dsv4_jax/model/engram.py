@@ -58,9 +58,14 @@ def make_token_map_buffer(cfg: ModelConfig, make: Params) -> TokenMap | None:
 
 
 def compute_engram_rows(
-    cfg: ModelConfig, numbers_V: TokenMap | None, ids_BS: jax.Array, text_BS: jax.Array, docs: Documents
+    cfg: ModelConfig,
+    numbers_V: TokenMap | None,
+    ids_BS: jax.Array,
+    text_BS: jax.Array,
+    docs: Documents,
+    before: int = 0,
 ) -> jax.Array:
-    """Compute the table rows that every token reads in every Engram, int32 [B, S, L, C].
+    """Compute the table rows that every token reads in every Engram, int32 [B, S - before, L, C].
 
     Args:
         cfg: the model.
@@ -68,6 +73,7 @@ def compute_engram_rows(
         ids_BS: token ids.
         text_BS: whether a token is text, neither of an image nor padding.
         docs: document borders.
+        before: number of tokens at the start of the rows that only n-grams of later ones read.
 
     Raises:
         ValueError: without a token map.
@@ -81,7 +87,8 @@ def compute_engram_rows(
 
     def rows(numbers_V: jax.Array, *batch) -> jax.Array:
         ids_BS, text_BS, docs = batch
-        return hash_ngrams(compute_hashing(cfg), numbers_V[ids_BS], numbers_V[cfg.engram_pad_id], text_BS, docs)
+        hashed = hash_ngrams(compute_hashing(cfg), numbers_V[ids_BS], numbers_V[cfg.engram_pad_id], text_BS, docs)
+        return hashed[:, before:]
 
     batch = jax.tree.map(lambda a: jax.reshard(a, row_spec(2)), (ids_BS, text_BS, docs))
     find = jax.shard_map(rows, in_specs=(jax.P(), *[row_spec(2)] * 3), out_specs=row_spec(4))

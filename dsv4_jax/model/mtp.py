@@ -8,6 +8,7 @@ from dsv4_jax.model import hyper
 from dsv4_jax.model.block import Block, Collected, LayerReport, Tokens, collapse_streams, start_carry
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.params import Params, linear, rms_norm
+from dsv4_jax.model.place import LayerCache
 
 
 class MTP(Block):
@@ -23,7 +24,7 @@ class MTP(Block):
             self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.make_head(make, cfg)
 
     def predict(
-        self, x_BSND: jax.Array, e_BSD: jax.Array, tokens: Tokens, dtype: jnp.dtype
+        self, x_BSND: jax.Array, e_BSD: jax.Array, tokens: Tokens, dtype: jnp.dtype, cache: LayerCache | None = None
     ) -> tuple[jax.Array, LayerReport]:
         """Compute the hidden states [B, S, D] for the head, and the layer's report with nothing collected.
 
@@ -32,12 +33,14 @@ class MTP(Block):
             e_BSD: embeddings of the next tokens.
             tokens: what layers read of the batch.
             dtype: type of the large products.
+            cache: cache of the block; None in training.
         """
         cfg = self.cfg
         e = linear(rms_norm(e_BSD, cfg.norm_eps, self.enorm), self.e_proj, dtype)
         h = linear(rms_norm(x_BSND, cfg.norm_eps, self.hnorm), self.h_proj, dtype)
         # Every stream starts as its projection plus that of the next token.
         start = start_carry(cfg, e, dtype)
-        carry, report = self(start._replace(x_BSND=(h + e[:, :, None]).astype(x_BSND.dtype)), tokens, dtype)
+        start = start._replace(x_BSND=(h + e[:, :, None]).astype(x_BSND.dtype))
+        carry, report = self(start, tokens, dtype, cache=cache)
         u = collapse_streams(self, carry)
         return rms_norm(u, cfg.norm_eps, self.norm), report._replace(collected=Collected())

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of packed rows, computed once per batch and read by every layer: borders, windows and angles.
 
-Letters: B rows, S positions of a chunk of the row (of the whole row with one device), M compressed entries.
+Letters: B rows, S positions of a chunk of the row (of the whole row with one device), T tokens that a cache is extended
+by, M compressed entries, m entries of a chunk.
 """
 
 import functools
@@ -26,6 +27,8 @@ class Tables(NamedTuple):
         rotations: angles of every position, without and with compression (keys False, True).
         starts: angles of every window's first token, by ratio.
         near_BS: row position from which the window of a decoder layer may see; None without bounded replay.
+        ending: windows that end in the chunk that a cache is extended by, by ratio, whose angles are then `starts`;
+            None in training, where each device finds its own.
     """
 
     docs: Documents
@@ -33,6 +36,7 @@ class Tables(NamedTuple):
     rotations: dict[bool, Rotation]
     starts: dict[int, Rotation]
     near_BS: jax.Array | None
+    ending: dict[int, Windows] | None = None
 
 
 def make_tables(cfg: ModelConfig, segment_ids: jax.Array, replay_starts: jax.Array | None = None) -> Tables:
@@ -57,6 +61,47 @@ def _make_tables(cfg: ModelConfig, segment_ids: jax.Array, replay_BS: jax.Array 
         {r: compute_rotation(freqs[True], w.index_BM * r) for r, w in wins.items()},
         near,
     )
+
+
+def make_chunk_tables(cfg: ModelConfig, length_B: jax.Array, n_B: jax.Array, T: int, capacity: int) -> Tables:
+    """Make the tables of the next T tokens of rows that a cache holds; positions count from the first of the T.
+
+    Each row is one document, which began `length` tokens before. Padding has its document's start after the chunk,
+    so that it sees nothing.
+
+    Args:
+        cfg: the model.
+        length_B: tokens in the cache, laid out as `mesh.row_spec`.
+        n_B: how many of the T tokens are real, laid out likewise.
+        T: tokens of the chunk.
+        capacity: tokens for whose entries the cache has room.
+    """
+    run = functools.partial(_make_chunk_tables, cfg, T, capacity)
+    return jax.shard_map(run, in_specs=jax.P(BATCH), out_specs=jax.P(BATCH))(length_B, n_B)
+
+
+def _make_chunk_tables(cfg: ModelConfig, T: int, capacity: int, length_B: jax.Array, n_B: jax.Array) -> Tables:
+    length_B1, n_B1, t = length_B[:, None], n_B[:, None], jnp.arange(T)
+    docs = Documents(
+        first_BS=jnp.where(t < n_B1, -length_B1, T),
+        position_BS=jnp.where(t < n_B1, jnp.maximum(length_B1 + t, 0), 0),
+        last_BS=t == n_B1 - 1,
+    )
+
+    def windows_of(number_BM: jax.Array, ratio: int) -> Windows:
+        start_BM = number_BM * ratio - length_B1
+        return Windows(start_BM, start_BM + ratio - 1, number_BM)
+
+    freqs = {compressed: compute_frequencies(cfg, compressed) for compressed in (False, True)}
+    windows, ending, starts = {}, {}, {}
+    for m in sorted(set(cfg.compress_ratios) - {0}):
+        # Every entry that the cache has room for; those not made yet end after every real token.
+        windows[m] = windows_of(jnp.broadcast_to(jnp.arange(-(-capacity // m)), (len(length_B), -(-capacity // m))), m)
+        own = windows_of(length_B1 // m + jnp.arange(-(-T // m)), m)
+        ending[m] = own._replace(end_BM=jnp.where(own.end_BM < n_B1, own.end_BM, T))  # `compress` skips those at T
+        starts[m] = compute_rotation(freqs[True], own.index_BM * m)
+    rotations = {c: compute_rotation(f, docs.position_BS) for c, f in freqs.items()}
+    return Tables(docs, windows, rotations, starts, None, ending)
 
 
 class Chunk(NamedTuple):
