@@ -11,6 +11,7 @@ import gc
 import importlib.metadata
 import os
 import signal
+from typing import Any
 
 from support import ROOT
 
@@ -38,7 +39,7 @@ gc.set_threshold(100_000, 50, 100)  # traces are many objects that stay: looking
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
-from support.golden_models import Golden  # noqa: E402
+from support.golden_models import Golden, golden_v41  # noqa: E402
 
 from dsv4_jax.mesh import make_mesh  # noqa: E402
 
@@ -82,6 +83,12 @@ def pro() -> Golden:
 def golden(request) -> Golden:
     """Each golden model."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
+def v41(tmp_path_factory) -> dict[str, Any]:
+    """The golden model of V4.1, its numbers, and what a call gives."""
+    return golden_v41(tmp_path_factory.mktemp("v41"))
 
 
 @pytest.fixture(scope="module")

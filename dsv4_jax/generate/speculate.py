@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.mesh import BATCH, act_spec
-from dsv4_jax.model.deepseek import DeepSeek, Hidden
+from dsv4_jax.model.block import Hidden
+from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.dspark import Anchors, propose
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import whole

@@ -26,7 +26,6 @@ from dsv4_jax.model.place import (
     LayerCache,
     LayerUpdate,
     Neighbours,
-    Place,
     Recent,
     count_channels,
     count_tail,
@@ -285,7 +284,7 @@ def _attend_chunk(
     Returns:
         The result for the chunk, `shared` with the arrays that this layer replaces, and what to put into the cache.
     """
-    place: Place = Neighbours(tables) if cache is None else Cached(tables, cache)
+    place = Neighbours(tables) if cache is None else Cached(tables, cache)
     S, ratio = projected.q_BSHK.shape[1], spec.ratio
     chunk = place.chunk(spec, S)
     entries_BMK = index = topk_BSk = own = stored = windows = None
@@ -294,8 +293,8 @@ def _attend_chunk(
         windows = place.windows(ratio)
         if main is not None:
             # Entries [B, m, K] of the windows that end in this chunk; the first of them may begin left of it.
-            main = place.left("main", main, count_tail(spec))
-            index_tokens = place.left("index", index_tokens, count_tail(spec))
+            main = place.prepend("main", main, count_tail(spec))
+            index_tokens = place.prepend("index", index_tokens, count_tail(spec))
             ending, starts = place.ending(ratio, S, main.value_BSC.shape[1] - S)
             own = new_entries(cfg, spec, main, index_tokens, weights, ending, starts)
             stored = place.store(own, ratio)
@@ -315,7 +314,7 @@ def _attend_chunk(
         elif shared is not None:
             topk_BSk = shared.topk_BSk
     # The chunk's own keys after those of the window left of it: U = S + up to W - 1.
-    kv_BUK = place.left("window_BUK", rotate(projected.kv_BSK, chunk.rotation), cfg.window_size - 1)
+    kv_BUK = place.prepend("window_BUK", rotate(projected.kv_BSK, chunk.rotation), cfg.window_size - 1)
     out = read(cfg, projected.q_BSHK, kv_BUK, weights.sink_H, chunk, entries_BMK, windows, index, topk_BSk)
     if index is not None and shared is not None and cfg.attention == "sparse":
         shared = shared._replace(topk_BSk=out.topk_BSk)

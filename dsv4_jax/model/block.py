@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer: Engram memory, hyper-connected attention, hyper-connected experts."""
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -96,6 +97,26 @@ class LayerReport(NamedTuple):
     recall: jax.Array | None
     collected: Collected
     update: LayerUpdate | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    """Hidden states of a batch before the head, and the reports of its layers.
+
+    Attributes:
+        h: normed hidden states [B, S, D] that the head turns into the next token.
+        mtp: the same for the token after the next, or None without an MTP block.
+        layers: report of every layer, in order; the MTP block's comes last.
+        tables: integer and angle tables of the rows.
+        images: outputs of the vision tower and of the aligner, by name; None without images.
+    """
+
+    h: jax.Array
+    mtp: jax.Array | None
+    layers: list[LayerReport]
+    tables: Tables
+    images: dict[str, jax.Array] | None = None
 
 
 def start_carry(cfg: ModelConfig, e_BSD: jax.Array, dtype: jnp.dtype, capacity: int = 0) -> Carry:

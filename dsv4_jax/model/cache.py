@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.mesh import BATCH
+from dsv4_jax.mesh import BATCH, row_spec
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.place import (
     Entries,
@@ -35,20 +35,30 @@ from dsv4_jax.section import ConfigError
 _STACK = jax.P(None, BATCH)
 
 
-class History(NamedTuple):
-    """The last tokens that parts of the model outside its layers read again. A part that there is not is None.
+class Ngrams(NamedTuple):
+    """Last tokens that n-grams reach back to, U = G - 1 in a cache: ids, and whether each is text."""
+
+    ids_RBU: jax.Array
+    text_RBU: jax.Array
+
+
+class Behind(NamedTuple):
+    """Last tokens of the MTP block, which is one token behind the layers.
 
     Attributes:
-        ids_RBU: token ids, for the n-grams of Engrams, U = G - 1 in a cache.
-        text_RBU: whether each of those is text.
-        streams_RBUND: streams after the last layer, for the MTP block, U = 1 in a cache.
-        mtp: tokens of the MTP block, which is one token behind the layers.
+        streams_RBUND: streams after the last layer, U = 1 in a cache.
+        recent: keys of the block's window.
     """
 
-    ids_RBU: jax.Array | None
-    text_RBU: jax.Array | None
-    streams_RBUND: jax.Array | None
-    mtp: Recent | None
+    streams_RBUND: jax.Array
+    recent: Recent
+
+
+class History(NamedTuple):
+    """The last tokens that parts of the model outside its layers read again; None for a part that there is not."""
+
+    ngrams: Ngrams | None
+    mtp: Behind | None
 
 
 @jax.tree_util.register_dataclass
@@ -124,18 +134,18 @@ def init_cache(cfg: ModelConfig, rows: int, capacity: int, *, draft: bool = Fals
         [layer(group.repeats, cfg.layer_specs[group.start + j]) for j in range(group.period)]
         for group in find_scan_groups(cfg.layer_specs)
     ]
-    ids = text = streams = mtp = None
+    ngrams = mtp = None
     if cfg.engram_layer_ids:
-        ids, text = (zeros(1, B, cfg.engram_max_ngram_size - 1, dtype=kind) for kind in (jnp.int32, jnp.bool))
+        ngrams = Ngrams(*(zeros(1, B, cfg.engram_max_ngram_size - 1, dtype=kind) for kind in (jnp.int32, jnp.bool)))
     if draft and cfg.n_mtp_layers and not cfg.dspark_target_layer_ids:
-        streams, mtp = zeros(1, B, 1, cfg.hc_mult, cfg.dim), recent(1, LayerSpec("window"))
+        mtp = Behind(zeros(1, B, 1, cfg.hc_mult, cfg.dim), recent(1, LayerSpec("window")))
     length_B = jnp.zeros(B, jnp.int32, out_sharding=jax.P(BATCH))
-    return Cache(length_B, layers, History(ids, text, streams, mtp), capacity)
+    return Cache(length_B, layers, History(ngrams, mtp), capacity)
 
 
 def join_history(kept_RBU: jax.Array, new_BT: jax.Array) -> jax.Array:
     """Put tokens of a chunk [B, T, ...] after the kept ones [1, B, U, ...]; the result is [1, B, U + T, ...]."""
-    new_BT = jax.reshard(new_BT.astype(kept_RBU.dtype), jax.P(BATCH))
+    new_BT = jax.reshard(new_BT, row_spec(new_BT.ndim))
     return jnp.concatenate([kept_RBU, new_BT[None]], axis=2)
 
 
@@ -165,7 +175,7 @@ def _commit(
 
     def advance(old: LayerCache, new: LayerUpdate) -> LayerCache:
         entries = None
-        if old.entries is not None:
+        if old.entries is not None and new.entries is not None and new.slot_Bm is not None:
             entries = jax.vmap(put_entries)(old.entries, new.entries, new.slot_Bm)
         return LayerCache(jax.tree.map(take, old.recent, new.recent), entries)
 

@@ -13,9 +13,10 @@ from jax.core import Tracer
 
 from dsv4_jax.mesh import ONCE_CPU, act_spec, emulated, ensure_mesh, on_cpu, row_spec
 from dsv4_jax.model import hyper
-from dsv4_jax.model.block import Block, Carry, Collected, LayerReport, Tokens, collapse_streams, start_carry
-from dsv4_jax.model.cache import Cache, Pending, join_history
+from dsv4_jax.model.block import Block, Carry, Collected, Hidden, LayerReport, Tokens, collapse_streams, start_carry
+from dsv4_jax.model.cache import Cache, Pending
 from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.model.decode import extend
 from dsv4_jax.model.dspark import Anchors, DraftBlock, Drafts, compute_drafts
 from dsv4_jax.model.engram import compute_engram_rows, make_token_map_buffer
 from dsv4_jax.model.images import embed_images, make_delimiters
@@ -24,33 +25,12 @@ from dsv4_jax.model.mtp import MTP
 from dsv4_jax.model.params import Params, apply_remat, rms_norm, whole
 from dsv4_jax.model.place import LayerCache
 from dsv4_jax.model.scan_groups import ScanGroup, find_scan_groups
-from dsv4_jax.model.tables import Tables, make_chunk_tables, make_tables
-from dsv4_jax.model.token_types import TEXT
+from dsv4_jax.model.tables import make_tables
 from dsv4_jax.model.vision import Aligner, Vision
 from dsv4_jax.ops.cross_entropy import head_logits
 from dsv4_jax.ops.documents import shift_ids
 from dsv4_jax.ops.indexer import mask_blocks
 from dsv4_jax.optim.roles import Role
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Hidden:
-    """Hidden states of a batch before the head, and the reports of its layers.
-
-    Attributes:
-        h: normed hidden states [B, S, D] that the head turns into the next token.
-        mtp: the same for the token after the next, or None without an MTP block.
-        layers: report of every layer, in order; the MTP block's comes last.
-        tables: integer and angle tables of the rows.
-        images: outputs of the vision tower and of the aligner, by name; None without images.
-    """
-
-    h: jax.Array
-    mtp: jax.Array | None
-    layers: list[LayerReport]
-    tables: Tables
-    images: dict[str, jax.Array] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -201,31 +181,37 @@ class DeepSeek(nnx.Module):
             shift = jax.shard_map(shift_ids, in_specs=row_spec(2), out_specs=row_spec(2))
             following = jax.reshard(shift(jax.reshard(ids, row_spec(2)), tables.docs), act_spec(2))
 
-        # Embeddings [B, S, D]; at image positions the aligner's vectors take their place.
-        e, images = self._embed(ids, dtype), None
-        image = None if inputs.token_types is None else inputs.token_types != TEXT
-        if inputs.patches is not None:
-            assert inputs.token_types is not None and inputs.image_grids is not None  # checked
-            e, images = embed_images(self, e, inputs.token_types, inputs.patches, inputs.image_grids, cfg, dtype)
-
         # Rows of the Engrams' tables, which depend on ids alone: once for all layers.
-        real = segment_ids > 0
+        real, image = segment_ids > 0, inputs.image
         if cfg.engram_layer_ids and engram_rows is None:
             text = real if image is None else real & ~image
             engram_rows = compute_engram_rows(cfg, self.token_map, ids, text, tables.docs)
 
         # All layers, on N streams [B, S, N, D].
         tokens = Tokens(ids, tables, real, image, engram_rows)
+        e, images = self.embed_inputs(inputs)
         start = start_carry(cfg, e, dtype)
-        carry, layers, _ = self._run_layers(start, tokens, inputs.forced_experts, collect)
+        carry, layers, _ = self.run_layers(start, tokens, inputs.forced_experts, collect)
 
         mtp = None
         for block in mtp_blocks:
             assert following is not None  # made above
             predict = apply_remat(functools.partial(MTP.predict, dtype=dtype), cfg.remat)
-            mtp, report = predict(block, carry.x_BSND, self._embed(following, dtype), tokens)
+            mtp, report = predict(block, carry.x_BSND, self.embed_ids(following, dtype), tokens)
             layers.append(report)
         return Hidden(rms_norm(collapse_streams(self, carry), cfg.norm_eps, self.norm), mtp, layers, tables, images)
+
+    def embed_inputs(self, inputs: Inputs) -> tuple[jax.Array, dict[str, jax.Array] | None]:
+        """Compute the embeddings [B, S, D] of checked inputs, and with images the outputs of tower and aligner.
+
+        At image positions the aligner's vectors take the place of the ids' embeddings.
+        """
+        cfg, dtype = self.cfg, self.cfg.dtype
+        e = self.embed_ids(inputs.ids, dtype)
+        if inputs.patches is None:
+            return e, None
+        assert inputs.token_types is not None and inputs.image_grids is not None  # checked
+        return embed_images(self, e, inputs.token_types, inputs.patches, inputs.image_grids, cfg, dtype)
 
     def extend(
         self,
@@ -238,62 +224,25 @@ class DeepSeek(nnx.Module):
         forced_experts: Sequence[jax.Array | None] | None = None,
         collect: Sequence[str] = (),
     ) -> tuple[Hidden, Pending]:
-        """Compute the next T tokens of the rows of a cache; `commit` then puts them into it.
+        """Compute the next T tokens of the rows of a cache. `cache.commit` then adds them to it.
 
-        The result is that of `hidden` for the whole rows, at these tokens. The MTP block is one token behind: its
-        states follow from the streams before each of the T tokens, so that they too predict the token after it.
+        The hidden states are those that `hidden` computes from the whole rows. The MTP block, if the cache has it, is
+        one token behind: it reads the streams before each of the T tokens, so its states too predict the token after
+        each.
 
         Args:
-            cache: tokens before; with `draft` for the MTP block.
-            ids: int [B, T], token ids. T is a multiple of the mesh's context.
-            n: int [B], number of real tokens of each row, from 0 to T; the others are padding.
+            cache: the tokens before.
+            ids: int [B, T], token ids; the mesh's context divides T.
+            n: int [B], number of real tokens in each row, 0 to T; what follows them is padding.
             embeddings: [B, T, D] in place of those of the ids, for images.
-            token_types: as for a call.
-            forced_experts: as for a call.
+            token_types: see `Inputs`.
+            forced_experts: see `Inputs`.
             collect: as for a call.
         """
-        cfg, dtype, T = self.cfg, self.cfg.dtype, ids.shape[1]
-        inputs = Inputs(ids, token_types=token_types, forced_experts=forced_experts).checked(cfg)
-        ids, n = inputs.ids, jax.reshard(jnp.asarray(n, jnp.int32), row_spec(1))
-        tables = make_chunk_tables(cfg, cache.length_B, n, T, cache.capacity)
-        real = jax.reshard(tables.docs.first_BS < T, act_spec(2))
-        image = None if inputs.token_types is None else inputs.token_types != TEXT
-        history, engram_rows = cache.history, None
-        if history.ids_RBU is not None and history.text_RBU is not None:
-            before, text = history.ids_RBU.shape[2], real if image is None else real & ~image
-            history = history._replace(
-                ids_RBU=join_history(history.ids_RBU, ids), text_RBU=join_history(history.text_RBU, text)
-            )
-            place = jax.reshard(cache.length_B, row_spec(1))[:, None] + jnp.arange(-before, T)
-            docs = tables.docs._replace(position_BS=place)
-            engram_rows = compute_engram_rows(
-                cfg, self.token_map, history.ids_RBU[0], history.text_RBU[0], docs, before
-            )
+        inputs = Inputs(ids, token_types=token_types, forced_experts=forced_experts).checked(self.cfg)
+        return extend(self, cache, inputs, n, embeddings, collect)
 
-        tokens = Tokens(ids, tables, real, image, engram_rows)
-        e = self._embed(ids, dtype) if embeddings is None else jax.reshard(embeddings.astype(dtype), act_spec(3))
-        carry = start_carry(cfg, e, dtype, cache.capacity)
-        carry, layers, updates = self._run_layers(carry, tokens, inputs.forced_experts, collect, cache.layers)
-
-        mtp = None
-        if history.mtp is not None and history.streams_RBUND is not None:
-            # Position 0 has no token before it: that of the block's first token is padding.
-            streams = join_history(history.streams_RBUND, carry.x_BSND)
-            tables = make_chunk_tables(cfg, cache.length_B - 1, n, T, cache.capacity)
-            first = jax.reshard(cache.length_B, row_spec(1))[:, None] + jnp.arange(T) == 0
-            tokens = Tokens(ids, tables, real & ~jax.reshard(first, act_spec(2)))
-            kept = LayerCache(jax.tree.map(lambda a: a[0], history.mtp), None)
-            x = jax.reshard(streams[0, :, :-1], act_spec(4))
-            mtp, report = self.mtp[0].predict(x, self._embed(ids, dtype), tokens, dtype, kept)
-            layers.append(report._replace(update=None))
-            assert report.update is not None
-            history = history._replace(
-                streams_RBUND=streams, mtp=jax.tree.map(lambda a: a[None], report.update.recent)
-            )
-        h = rms_norm(collapse_streams(self, carry), cfg.norm_eps, self.norm)
-        return Hidden(h, mtp, layers, tables), Pending(cache, updates, history)
-
-    def _run_layers(
+    def run_layers(
         self,
         carry: Carry,
         tokens: Tokens,
@@ -339,7 +288,7 @@ class DeepSeek(nnx.Module):
             raise ValueError("drafts need model.dspark_target_layer_ids and a pass with collect = ['features']")
         read = jnp.concatenate(features, axis=-1)
         anchors = jax.tree.map(lambda x: jax.reshard(jnp.asarray(x), act_spec(2)), anchors)
-        return compute_drafts(self, read, anchors, out.tables, lambda ids: self._embed(ids, cfg.dtype), cfg.dtype)
+        return compute_drafts(self, read, anchors, out.tables, lambda ids: self.embed_ids(ids, cfg.dtype), cfg.dtype)
 
     def _collected(self, name: str, out: Hidden) -> list[jax.Array | None]:
         """Take what `collect` named from the reports of the layers, in the form of `Output.collected`."""
@@ -368,7 +317,8 @@ class DeepSeek(nnx.Module):
         first = self.cfg.n_layers + path[1] if path[0] == "mtp" else 0
         return range(first, first + (path[0] == "mtp"))
 
-    def _embed(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    def embed_ids(self, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Look up the embeddings [B, S, D] of token ids."""
         return whole(self.embed).at[ids].get(out_sharding=act_spec(3)).astype(dtype)
 
 

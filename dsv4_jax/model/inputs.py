@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dsv4_jax.mesh import act_spec, row_spec
 from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.model.token_types import TEXT
 
 
 class Inputs(NamedTuple):
@@ -42,6 +43,11 @@ class Inputs(NamedTuple):
     following: jax.Array | None = None
     replay_starts: jax.Array | None = None
     forced_experts: Sequence[jax.Array | None] | None = None
+
+    @property
+    def image(self) -> jax.Array | None:
+        """Return where images are, bool [B, S], delimiters included; None without images."""
+        return None if self.token_types is None else self.token_types != TEXT
 
     @classmethod
     def of(cls, batch: Mapping[str, jax.Array], **others: Any) -> Self:

@@ -9,7 +9,7 @@ Letters: B rows, S positions of a chunk, K head width, J index width, C compress
 tail, M entries of a row, m entries of a chunk, U = tokens kept and tokens of the chunk.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,103 +86,97 @@ class LayerUpdate(NamedTuple):
     slot_Bm: jax.Array | None
 
 
-class Place(Protocol):
-    """Surroundings of a chunk of S positions."""
-
-    def chunk(self, spec: LayerSpec, S: int) -> Chunk:
-        """Return positions and angles of the chunk, for a layer."""
-        ...
-
-    def windows(self, ratio: int) -> Windows:
-        """Return the windows of all entries of the row, [B, M]."""
-        ...
-
-    def ending(self, ratio: int, S: int, before: int) -> tuple[Windows, Rotation]:
-        """Return the windows that end in the chunk, counted from `before` tokens left of it, and their angles."""
-        ...
-
-    def left(self, name: str, tokens: Any, n: int) -> Any:
-        """Put the tokens left of the chunk, at most n, before those of the chunk, in arrays [B, S, ...].
-
-        `name` is the attribute of `Recent` that they belong to.
-        """
-        ...
-
-    def store(self, own: Entries, ratio: int) -> Entries:
-        """Put the chunk's entries where `gather` finds them, now and in layers that share them."""
-        ...
-
-    def gather(self, stored_BmK: jax.Array, ratio: int, S: int) -> jax.Array:
-        """Return the entries of the row [B, M, K], or their keys, in the order of `windows`."""
-        ...
-
-    def update(self, recent: Recent, own: Entries | None, ratio: int) -> LayerUpdate | None:
-        """Return what the chunk adds to a cache; None without one."""
-        ...
-
-
 class Neighbours(NamedTuple):
-    """Place of a device's chunk of the rows in training: the rest lies on the other devices of `context`."""
+    """Place of a device's chunk of S positions in training: the rest of the rows is on other devices of `context`.
+
+    Attributes:
+        tables: tables of the whole rows.
+    """
 
     tables: Tables
 
     def chunk(self, spec: LayerSpec, S: int) -> Chunk:
+        """Return positions and angles of the chunk, for a layer."""
         return take_chunk(self.tables, S, compressed=spec.ratio > 0, replayed=spec.decoder)
 
     def windows(self, ratio: int) -> Windows:
+        """Return the windows of all entries of the row, [B, M]."""
         return self.tables.windows[ratio]
 
     def ending(self, ratio: int, S: int, before: int) -> tuple[Windows, Rotation]:
+        """Return the windows that end in the chunk, counted from `before` tokens left of it, and their angles."""
         windows, number_Bm = take_own_windows(self.tables.windows[ratio], ratio, S, before)
         return windows, jax.tree.map(lambda a: take_slots(a, number_Bm), self.tables.starts[ratio])
 
-    def left(self, name: str, tokens: Any, n: int) -> Any:
+    def prepend(self, name: str, tokens: Any, n: int) -> Any:
+        """Put the tokens left of the chunk, at most n, before those of the chunk, in arrays [B, S, ...].
+
+        They are the attribute `name` of `Recent`.
+        """
         return prepend_left(tokens, n)
 
     def store(self, own: Entries, ratio: int) -> Entries:
+        """Put the chunk's entries where `gather` finds them, in this layer and in those that share them."""
         return own
 
     def gather(self, stored_BmK: jax.Array, ratio: int, S: int) -> jax.Array:
+        """Return the entries of the row [B, M, K], or their keys, in the order of `windows`."""
         return gather_entries(stored_BmK, self.tables.windows[ratio], S)
 
-    def update(self, recent: Recent, own: Entries | None, ratio: int) -> None:
+    def update(self, recent: Recent, own: Entries | None, ratio: int) -> LayerUpdate | None:
+        """Return what the chunk adds to the layer's cache; None without one."""
         return None
 
 
 class Cached(NamedTuple):
-    """Place of a chunk that follows the tokens of a cache; `tables` are those of `make_chunk_tables`."""
+    """Place of a chunk of S tokens that follow those of a cache. Its methods are those of `Neighbours`.
+
+    Attributes:
+        tables: tables of the chunk.
+        cache: what the layer keeps of the tokens before.
+    """
 
     tables: Tables
     cache: LayerCache
 
     def chunk(self, spec: LayerSpec, S: int) -> Chunk:
+        """Return positions and angles of the chunk, counted from its first token."""
         return make_chunk(self.tables.rotations[spec.ratio > 0], self.tables.docs.first_BS)
 
     def windows(self, ratio: int) -> Windows:
+        """Return the windows of all entries that the cache has room for."""
         return self.tables.windows[ratio]
 
     def ending(self, ratio: int, S: int, before: int) -> tuple[Windows, Rotation]:
-        assert self.tables.ending is not None
-        start_Bm, end_Bm, index_Bm = self.tables.ending[ratio]
-        return Windows(start_Bm + before, end_Bm + before, index_Bm), self.tables.starts[ratio]
+        """Return the windows that end in the chunk, counted from `before` tokens left of it, and their angles."""
+        windows = self._ending(ratio)
+        shifted = windows._replace(start_BM=windows.start_BM + before, end_BM=windows.end_BM + before)
+        return shifted, self.tables.starts[ratio]
 
-    def left(self, name: str, tokens: Any, n: int) -> Any:
-        join = lambda kept, new: jnp.concatenate([kept.astype(new.dtype), new], axis=1)
+    def prepend(self, name: str, tokens: Any, n: int) -> Any:
+        """Put the kept tokens before those of the chunk."""
+        join = lambda kept, new: jnp.concatenate([kept, new], axis=1)
         return jax.tree.map(join, getattr(self.cache.recent, name), tokens)
 
     def store(self, own: Entries, ratio: int) -> Entries:
-        assert self.cache.entries is not None and self.tables.ending is not None
-        return put_entries(self.cache.entries, own, self.tables.ending[ratio].index_BM)
+        """Put the chunk's entries into a copy of the cache."""
+        assert self.cache.entries is not None  # the layer makes entries
+        return put_entries(self.cache.entries, own, self._ending(ratio).index_BM)
 
     def gather(self, stored_BmK: jax.Array, ratio: int, S: int) -> jax.Array:
+        """Return the entries as they are stored."""
         return stored_BmK
 
     def update(self, recent: Recent, own: Entries | None, ratio: int) -> LayerUpdate:
-        assert self.tables.ending is not None
-        return LayerUpdate(recent, own, None if own is None else self.tables.ending[ratio].index_BM)
+        """Return what `commit` puts into the layer's cache."""
+        return LayerUpdate(recent, own, None if own is None else self._ending(ratio).index_BM)
+
+    def _ending(self, ratio: int) -> Windows:
+        assert self.tables.ending is not None  # those of `make_chunk_tables`
+        return self.tables.ending[ratio]
 
 
 def put_entries(entries: Entries, own: Entries, slot_Bm: jax.Array) -> Entries:
     """Put entries [B, m, ...] into slots of [B, M, ...]; those past the last slot are dropped."""
-    put = jax.vmap(lambda x_MK, slot_m, own_mK: x_MK.at[slot_m].set(own_mK.astype(x_MK.dtype), mode="drop"))
+    put = jax.vmap(lambda x_MK, slot_m, own_mK: x_MK.at[slot_m].set(own_mK, mode="drop"))
     return jax.tree.map(lambda x, new: put(x, slot_Bm, new), entries, own)

@@ -71,13 +71,14 @@ def make_chunk_tables(cfg: ModelConfig, length_B: jax.Array, n_B: jax.Array, T: 
 
     Args:
         cfg: the model.
-        length_B: tokens in the cache, laid out as `mesh.row_spec`.
-        n_B: how many of the T tokens are real, laid out likewise.
+        length_B: tokens in the cache.
+        n_B: how many of the T tokens are real.
         T: tokens of the chunk.
         capacity: tokens for whose entries the cache has room.
     """
     run = functools.partial(_make_chunk_tables, cfg, T, capacity)
-    return jax.shard_map(run, in_specs=jax.P(BATCH), out_specs=jax.P(BATCH))(length_B, n_B)
+    run = jax.shard_map(run, in_specs=jax.P(BATCH), out_specs=jax.P(BATCH))
+    return run(*(jax.reshard(jnp.asarray(x, jnp.int32), jax.P(BATCH)) for x in (length_B, n_B)))
 
 
 def _make_chunk_tables(cfg: ModelConfig, T: int, capacity: int, length_B: jax.Array, n_B: jax.Array) -> Tables:

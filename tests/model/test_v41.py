@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from support import ROOT, golden_weights
-from support.golden_models import loaded_model
 
 import dsv4_jax as ds
 from dsv4_jax.mesh import abstract_mesh
@@ -26,28 +24,6 @@ from dsv4_jax.train.step import update_biases
 from dsv4_jax.weights.names import official_shapes
 
 S = 45
-COLLECT = ("streams", "pre_mix", "topk", "candidates", "features", "vision")
-
-
-@pytest.fixture(scope="module")
-def v41(tmp_path_factory) -> dict[str, Any]:
-    """The golden model, its numbers, and what a call gives."""
-    spec, fields, arrays = golden_weights.read("v41_tiny")
-    token_map = tmp_path_factory.mktemp("v41") / "map.npy"
-    np.save(token_map, np.arange(fields["vocab_size"]) // 2)
-    cfg = ds.model_config_from_official(fields | {"engram_token_map": str(token_map)})
-    cfg = dataclasses.replace(cfg, remat="none")
-    model = loaded_model(cfg, golden_weights.weights(spec))
-    image = spec["image"]
-    grids = np.array([[image["row"], image["start"], image["vit_h"], image["vit_w"]]])
-
-    @jax.jit
-    def call(model, ids, segment_ids, token_types, patches, grids, rows):
-        return model(ids, segment_ids, token_types, patches, grids, rows, collect=COLLECT)
-
-    inputs = [arrays["ids"], np.ones_like(arrays["ids"]), *(arrays[n] for n in ("token_types", "patches"))]
-    out = call(model, *inputs, grids, arrays["engram_rows"])
-    return dict(cfg=cfg, spec=spec, model=model, arrays=arrays, call=call, inputs=inputs, grids=grids, out=out)
 
 
 def test_streams_and_logits(v41):

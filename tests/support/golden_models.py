@@ -3,6 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -145,3 +146,25 @@ def _objective(graph, params, rest, ids, segment_ids, losses: Losses):
     loss += losses.indexer * sum(report.indexer for report in out.layers)
     loss += losses.balance * sum(report.balance for report in out.layers)
     return loss, (logits, mtp, out.layers)
+
+
+COLLECT = ("streams", "pre_mix", "topk", "candidates", "features", "vision")
+
+
+def golden_v41(folder: Path) -> dict[str, Any]:
+    """The golden model of V4.1, its numbers, and what a call gives; `folder` takes its token map."""
+    spec, fields, arrays = golden_weights.read("v41_tiny")
+    np.save(folder / "map.npy", np.arange(fields["vocab_size"]) // 2)
+    cfg = ds.model_config_from_official(fields | {"engram_token_map": str(folder / "map.npy")})
+    cfg = dataclasses.replace(cfg, remat="none")
+    model = loaded_model(cfg, golden_weights.weights(spec))
+    image = spec["image"]
+    grids = np.array([[image["row"], image["start"], image["vit_h"], image["vit_w"]]])
+
+    @jax.jit
+    def call(model, ids, segment_ids, token_types, patches, grids, rows):
+        return model(ids, segment_ids, token_types, patches, grids, rows, collect=COLLECT)
+
+    inputs = [arrays["ids"], np.ones_like(arrays["ids"]), *(arrays[n] for n in ("token_types", "patches"))]
+    out = call(model, *inputs, grids, arrays["engram_rows"])
+    return dict(cfg=cfg, spec=spec, model=model, arrays=arrays, call=call, inputs=inputs, grids=grids, out=out)
