@@ -8,12 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from support.golden_models import ruled_model, small_config
 
+from dsv4_jax.mesh import make_mesh
 from dsv4_jax.model.cache import commit, init_cache
+from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import whole
 from dsv4_jax.ops.cross_entropy import head_logits
+from dsv4_jax.section import ConfigError
 
 CLOSE = dict(rtol=0, atol=5e-5)
 
@@ -38,13 +42,13 @@ def decode(model, ids, chunks, lengths=None, capacity=128, **arrays):
     logits, mtp = (np.zeros((B, S, V), np.float32) for _ in range(2))
     for T, wanted in chunks:
         n = np.minimum(wanted, lengths - place)
-        cut = lambda x, T=T: np.stack([np.resize(x[b, place[b] : place[b] + T], (T, *x.shape[2:])) if place[b] < S
-                                       else np.zeros((T, *x.shape[2:]), x.dtype) for b in range(B)])  # fmt: skip
-        part, after, _, cache = extend(model, cache, cut(ids), n, **{k: cut(x) for k, x in arrays.items()})
-        for b in range(B):
-            logits[b, place[b] : place[b] + n[b]] = part[b, : n[b]]
-            if after is not None:
-                mtp[b, place[b] : place[b] + n[b]] = after[b, : n[b]]
+        at = np.minimum(place[:, None] + np.arange(T), S - 1)  # what follows the n real tokens is padding
+        cut = {name: x[np.arange(B)[:, None], at] for name, x in ({"ids": ids} | arrays).items()}
+        part, after, _, cache = extend(model, cache, cut.pop("ids"), n, **cut)
+        rows, tokens = np.nonzero(np.arange(T) < n[:, None])
+        logits[rows, at[rows, tokens]] = np.asarray(part)[rows, tokens]
+        if after is not None:
+            mtp[rows, at[rows, tokens]] = np.asarray(after)[rows, tokens]
         place += n
     assert (place == lengths).all() and (np.asarray(cache.length_B) == lengths).all()
     return logits, mtp
@@ -65,12 +69,13 @@ def even(S, T):
     return [(T, T)] * -(-S // T)
 
 
-@pytest.mark.parametrize("T", [1, 7, pytest.param(70, marks=pytest.mark.slow)])
-def test_golden_models_decode_what_they_compute(golden, T: int):
+@pytest.mark.parametrize(
+    ("name", "T"), [("flash", 1), ("flash", 7), ("pro", 7), pytest.param("pro", 70, marks=pytest.mark.slow)]
+)
+def test_golden_models_decode_what_they_compute(request, name: str, T: int):
     """Also the MTP block, which stands one token behind."""
-    if golden.name == "v4_pro_tiny" and T == 1:
-        pytest.skip("one of the models is enough")
-    logits, mtp = decode(golden.model, golden.ids, even(70, T) if T != 7 else uneven([70, 70], 7))
+    golden = request.getfixturevalue(name)
+    logits, mtp = decode(golden.model, golden.ids, uneven([70, 70], 7) if T == 7 else even(70, T))
     np.testing.assert_allclose(logits, golden.arrays["logits"], **CLOSE)
     np.testing.assert_allclose(mtp[:, 1:], golden.arrays["mtp_logits"][:, :-1], **CLOSE)
 
@@ -85,3 +90,118 @@ def test_golden_images_decode_across_the_borders_of_chunks(v41, T: int):
     chunks = uneven([45, 45], 7) if T == 7 else even(45, T)
     logits, _ = decode(model, ids, chunks, embeddings=np.asarray(embeddings), token_types=types)
     np.testing.assert_allclose(logits, v41["out"].logits, rtol=0, atol=1e-4)
+
+
+# Every kind of layer of V4, and of V4.1 with a pool of candidates, an Engram and single-pass hyper-connections.
+V4 = small_config(
+    n_layers=3, compress_ratios=(4, 8, 0, 0), n_hash_layers=1, window_size=6, hc_sinkhorn_iters=2, init_std=0.5,
+    attention_block=4, remat="none",
+)  # fmt: skip
+V41 = dataclasses.replace(
+    V4, n_layers=4, compress_ratios=(2, 2, 2, 2), n_hash_layers=0, n_mtp_layers=0, kv_source_layers=(0,),
+    index_source_layers=(0, 1), candidate_source_layer=0, candidate_topk_blocks=2, candidate_block_size=2,
+    hc_single_pass=True, query_norm=False, engram_layer_ids=(1,), engram_vocab_size=50, engram_n_heads=2,
+    engram_head_dim=8,
+)  # fmt: skip
+SMALL = {"v4": V4, "v41": V41}
+IDS = np.random.RandomState(0).randint(0, 64, (4, 70))
+LENGTHS = [1, 3, 17, 70]
+
+
+@functools.cache
+def small(name: str, **changes):
+    """A small model, and the logits of its rows and of its MTP block."""
+    model = ruled_model(dataclasses.replace(SMALL[name], **changes))
+    out = jax.jit(lambda model: model(IDS))(model)
+    return model, out.logits, out.mtp_logits
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "attention", ["sparse", *(pytest.param(x, marks=pytest.mark.slow) for x in ("dense", "warmup"))]
+)
+def test_rows_of_different_lengths(name: str, attention: str):
+    """Rows that end or pause while others go on; two of them are shorter than a window of either ratio."""
+    model, want, want_mtp = small(name, attention=attention)
+    logits, mtp = decode(model, IDS, uneven(LENGTHS, 5), LENGTHS, capacity=512)
+    for b, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(logits[b, :length], want[b, :length], **CLOSE, err_msg=f"row of {length}")
+        if want_mtp is not None:
+            np.testing.assert_allclose(mtp[b, 1:length], want_mtp[b, : length - 1], **CLOSE, err_msg=f"row of {length}")
+
+
+def kept(cache):
+    """All that a cache says of its rows: their last tokens, and the entries that are complete."""
+    leaves = []
+    for layer in (layer for group in cache.layers for layer in group):
+        leaves += jax.tree.leaves(layer.recent)
+        for x in jax.tree.leaves(layer.entries):
+            made = np.asarray(cache.length_B) // -(-cache.capacity // x.shape[2])
+            leaves.append(np.where(np.arange(x.shape[2])[:, None] < made[:, None, None], x, 0))
+    return [*leaves, *jax.tree.leaves(cache.history)]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_rejected_tokens_leave_no_trace(name: str):
+    """A chunk of 5 tokens of which 0 to 5 are kept, at every offset from the windows of all ratios."""
+    model, _, _ = small(name)
+    B, S, T = 4, 32, 5
+    plain = init_cache(model.cfg, B, 64, draft=True)
+    speculative, place = plain, np.zeros(B, int)
+    caches = [plain]
+    for t in range(S):
+        _, _, _, plain = extend(model, plain, np.resize(IDS[:, t : t + 1], (B, T)), np.ones(B, int))
+        caches.append(plain)
+    seen, rng = set(), np.random.RandomState(1)
+    while (place < S).all():
+        n = np.minimum(rng.randint(0, T + 1, B), S - place)
+        drafts = rng.randint(0, 64, (B, T))  # rejected ones, with the accepted ones before them
+        for b in range(B):
+            drafts[b, : n[b]] = IDS[b, place[b] : place[b] + n[b]]
+        _, speculative = verify(model, speculative, drafts, n)
+        seen |= {(int(at) % 8, int(count)) for at, count in zip(place, n, strict=True)}
+        place += n
+        whole_rows = [kept(caches[at]) for at in place]
+        for i, x in enumerate(kept(speculative)):
+            want = np.stack([np.asarray(whole_rows[b][i])[:, b] for b in range(B)], axis=1)
+            np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-5)
+    assert len(seen) > 20
+
+
+@jax.jit
+def verify(model, cache, ids, n):
+    """Compute a chunk whose tokens are all real, and keep n of them."""
+    out, pending = model.extend(cache, ids, jnp.full(len(ids), ids.shape[1]))
+    return out.h, commit(pending, n)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("v4", (2, 2, 1)), ("v41", (1, 2, 2))])
+def test_a_mesh_decodes_what_one_device_does(name: str, shape: tuple[int, int, int]):
+    """Experts on two devices, rows on four or two; with `context` the chunk's positions are split between layers."""
+
+    def run(mesh):
+        with jax.set_mesh(mesh):
+            model = jax.jit(lambda: DeepSeek(SMALL[name], rngs=nnx.Rngs(0)))()
+            return decode(model, IDS[:, :24], uneven([24, 7, 1, 20], 4), [24, 7, 1, 20])
+
+    for got, want in zip(run(make_mesh(*shape)), run(make_mesh()), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+def test_forced_experts_replace_the_choice():
+    """Experts of a pass over the rows, given back chunk by chunk, change nothing; others do."""
+    model, want, _ = small("v41")
+    out = jax.jit(lambda model: model(IDS))(model)
+    cache, logits = init_cache(model.cfg, 4, 128), []
+    for start in range(0, 70, 7):
+        forced = [np.asarray(x)[:, start : start + 7] for x in out.experts]
+        part, _, layers, cache = extend(model, cache, IDS[:, start : start + 7], np.full(4, 7), forced=forced)
+        logits.append(part)
+        for report, experts in zip(layers, forced, strict=True):
+            np.testing.assert_array_equal(report.experts, experts)
+    np.testing.assert_allclose(np.concatenate(logits, 1), want, **CLOSE)
+
+
+def test_rows_must_fit_the_mesh():
+    with jax.set_mesh(make_mesh(2, 2, 1)), pytest.raises(ConfigError, match=r"3 rows: .* = 4 must divide"):
+        init_cache(V4, 3, 16)
