@@ -25,6 +25,7 @@ from dsv4_jax.ops.indexer import (
     indexer_recall,
     mask_blocks,
     mask_entries,
+    score_allowed,
     select_blocks,
     select_entries,
 )
@@ -160,12 +161,12 @@ def attend(
         score = made = recall = None
         entries, letters = entries_BMK, "bmk"
         if index is not None:
-            # All scores serve the choice. Without a mask the loss reads only those of the chosen entries, made below.
-            asked = index_q, index_w, index.k_BMJ
-            score = index_scores(*(jax.lax.stop_gradient(asked) if gathered else asked))
             if pool is not None and index.pool:
                 allowed = visible & mask_blocks(pool, M, index.pool[1])
-            elif index.pool:
+            # All scores serve the choice. Without a mask the loss reads only those of the chosen entries, made below.
+            asked = index_q, index_w, index.k_BMJ
+            score = score_allowed(*asked, allowed) if gathered else index_scores(*asked)
+            if pool is None and index.pool:
                 made = select_blocks(score, allowed, windows, *index.pool)
             topk = select_entries(score, allowed, k) if k else None
             if index.recall:  # measured on the attention to all visible entries, also where the layer selects

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from dsv4_jax.mesh import on_cpu, varying
 from dsv4_jax.ops.documents import Windows
 
-TILE = 512  # entries that are scored at a time
+# Sizes of a tile of entries: the least, and the heads' scores of a tile (`count_tile`).
+TILE, CPU_SCORES, SCORES = 128, 2**18, 2**25
 
 
 class Index(NamedTuple):
@@ -43,21 +45,55 @@ def index_scores(q_BTIJ: jax.Array, w_BTI: jax.Array, k_BMJ: jax.Array) -> jax.A
     """Score entries for every query, fp32 [B, T, M] (section 2.3.1, lightning indexer).
 
     All queries of a row share its M entries, or each has its own k of them, with keys [B, T, k, J]. Shared entries are
-    scored `TILE` at a time, in the backward pass too, so that the heads' scores [T, I, M] never exist at once.
+    scored a tile at a time, in the backward pass too, so that the heads' scores [T, I, M] never exist at once.
     """
-    keys = "bmj" if k_BMJ.ndim == 3 else "btmj"
-    w_BTI = w_BTI * (q_BTIJ.shape[-1] * q_BTIJ.shape[-2]) ** -0.5
-
-    def score(k: jax.Array) -> jax.Array:
-        hit = jax.nn.relu(jnp.einsum(f"btij,{keys}->btim", q_BTIJ, k, preferred_element_type=jnp.float32))
-        return jnp.einsum("bti,btim->btm", w_BTI, hit)
-
-    M = k_BMJ.shape[1]
-    if keys == "btmj" or M <= TILE:
-        return score(k_BMJ)
-    tiles = jnp.pad(k_BMJ, [(0, 0), (0, -M % TILE), (0, 0)]).reshape(k_BMJ.shape[0], -1, TILE, k_BMJ.shape[2])
-    scores = jax.lax.map(jax.checkpoint(score), jnp.moveaxis(tiles, 1, 0))  # [tiles, B, T, TILE]
+    M, tile = k_BMJ.shape[1], count_tile(q_BTIJ)
+    if k_BMJ.ndim == 4 or M <= tile:
+        return _score(q_BTIJ, w_BTI, k_BMJ)
+    tiles = jnp.pad(k_BMJ, [(0, 0), (0, -M % tile), (0, 0)]).reshape(k_BMJ.shape[0], -1, tile, k_BMJ.shape[2])
+    score = jax.checkpoint(lambda k: _score(q_BTIJ, w_BTI, k))
+    scores = jax.lax.map(score, jnp.moveaxis(tiles, 1, 0))  # [tiles, B, T, tile]
     return jnp.moveaxis(scores, 0, 2).reshape(*w_BTI.shape[:2], -1)[..., :M]
+
+
+def score_allowed(q_BTIJ: jax.Array, w_BTI: jax.Array, k_BMJ: jax.Array, allowed_BTM: jax.Array) -> jax.Array:
+    """Score the allowed entries as `index_scores` does, without a gradient.
+
+    A tile of entries of which no query may select one is skipped and has the score -inf: entries later than all queries
+    or of documents before them.
+    """
+    (B, T, M), tile = allowed_BTM.shape, count_tile(q_BTIJ)
+    q_BTIJ, w_BTI, k_BMJ = jax.lax.stop_gradient((q_BTIJ, w_BTI, k_BMJ))
+    if M <= tile:
+        return _score(q_BTIJ, w_BTI, k_BMJ)
+    allowed_M = jnp.pad(allowed_BTM.any((0, 1)), (0, -M % tile))
+    needed = allowed_M.reshape(-1, tile).any(1)
+    order = jnp.argsort(~needed)  # the tiles to score come first
+
+    def add(i: jax.Array, scores: jax.Array) -> jax.Array:
+        start = order[i] * tile  # the last tile begins so that it ends with the last entry, here and there
+        keys = jax.lax.dynamic_slice_in_dim(k_BMJ, start, tile, 1)
+        return jax.lax.dynamic_update_slice_in_dim(scores, _score(q_BTIJ, w_BTI, keys), start, 2)
+
+    empty = varying(jnp.full((B, T, M), -jnp.inf), q_BTIJ, k_BMJ, allowed_BTM)
+    return jax.lax.fori_loop(0, needed.sum(), add, empty)
+
+
+def count_tile(q_BTIJ: jax.Array) -> int:
+    """Count the entries that are scored at a time: a multiple of 128 for which the heads' scores [T, I, tile] fit.
+
+    On CPU they fit into the caches. On accelerators they only pass through fast memory: a tile is large so that it
+    takes as long as its products.
+    """
+    heads = q_BTIJ.shape[1] * q_BTIJ.shape[2]
+    return max(TILE, (CPU_SCORES if on_cpu() else SCORES) // heads // TILE * TILE)
+
+
+def _score(q_BTIJ: jax.Array, w_BTI: jax.Array, k_BMJ: jax.Array) -> jax.Array:
+    """Score entries [B, M, J] or [B, T, k, J] at once."""
+    keys = "bmj" if k_BMJ.ndim == 3 else "btmj"
+    hit = jax.nn.relu(jnp.einsum(f"btij,{keys}->btim", q_BTIJ, k_BMJ, preferred_element_type=jnp.float32))
+    return jnp.einsum("bti,btim->btm", w_BTI * (q_BTIJ.shape[-1] * q_BTIJ.shape[-2]) ** -0.5, hit)
 
 
 def indexer_loss(p_BTHM: jax.Array, score_BTM: jax.Array, allowed_BTM: jax.Array) -> jax.Array:
