@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dsv4_jax import optim
     from dsv4_jax.config import Config
     from dsv4_jax.config.files import load_config
+    from dsv4_jax.generate import generate
     from dsv4_jax.model.config import ModelConfig
     from dsv4_jax.model.deepseek import DeepSeek, Output
     from dsv4_jax.section import ConfigError, RunError
@@ -48,6 +49,7 @@ __all__ = [
     "ModelConfig",
     "Output",
     "RunError",
+    "generate",
     "load_checkpoint",
     "load_config",
     "load_model",
@@ -62,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("optim", "train"):  # packages; the second is a function too
+    if name in ("generate", "optim", "train"):  # packages; `generate` and `train` are functions too
         return importlib.import_module(f"dsv4_jax.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'dsv4_jax' has no attribute {name!r}")

@@ -143,6 +143,20 @@ def init_cache(cfg: ModelConfig, rows: int, capacity: int, *, draft: bool = Fals
     return Cache(length_B, layers, History(ngrams, mtp), capacity)
 
 
+def grow(cfg: ModelConfig, cache: Cache, capacity: int) -> Cache:
+    """Make room for the entries of `capacity` tokens, more than there is room for now."""
+
+    def enlarged(spec: LayerSpec, layer: LayerCache) -> LayerCache:
+        more = lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, -(-capacity // spec.ratio) - x.shape[2]), (0, 0)])
+        return layer._replace(entries=jax.tree.map(more, layer.entries))
+
+    layers = [
+        [enlarged(cfg.layer_specs[group.start + j], layer) for j, layer in enumerate(stack)]
+        for group, stack in zip(find_scan_groups(cfg.layer_specs), cache.layers, strict=True)
+    ]
+    return dataclasses.replace(cache, layers=layers, capacity=capacity)
+
+
 def join_history(kept_RBU: jax.Array, new_BT: jax.Array) -> jax.Array:
     """Put tokens of a chunk [B, T, ...] after the kept ones [1, B, U, ...]; the result is [1, B, U + T, ...]."""
     new_BT = jax.reshard(new_BT, row_spec(new_BT.ndim))

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generate tokens for many requests at a time, each row of a cache serving one after another.
+
+A step computes either the next chunk of the prompts, or one token (with drafts: a few) of every row whose prompt is
+done. The two kinds of steps take turns, so that a long prompt does not hold up the others. Rows without work are idle.
+There is one program for each kind of step and each capacity of the cache, and none depends on how many rows have work:
+what a request gets does not depend on the others.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from dsv4_jax.generate.programs import Chunk, embed_prompt, read_chunk
+from dsv4_jax.generate.sampling import Rule
+from dsv4_jax.mesh import BATCH, ensure_mesh
+from dsv4_jax.model.cache import grow, init_cache
+from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.model.token_types import TEXT
+from dsv4_jax.section import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt, and how it is to be continued.
+
+    Attributes:
+        ids: token ids of the prompt, at least one; a document begins with the tokenizer's border.
+        max_tokens: number of tokens to add.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from the k likeliest tokens; 0: from all.
+        top_p: draw from the likeliest tokens that together have this probability.
+        min_p: draw from tokens whose probability is at least this share of that of the likeliest.
+        seed: seed of the draws, which follow from it and the token's position.
+        stop_ids: ids that end the text.
+        token_types: kinds of the prompt's positions, with images (see `Inputs`).
+        patches: patches of the images, [P, 3, p, p].
+        image_grids: places of the images, [n, 4], in row 0.
+
+    Raises:
+        ConfigError: for a value that cannot work, naming it.
+    """
+
+    ids: Sequence[int]
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_ids: Collection[int] = ()
+    token_types: np.ndarray | None = None
+    patches: np.ndarray | None = None
+    image_grids: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        for name, fits, want in (
+            ("ids", len(self.ids) > 0, "at least one token"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 or above"),
+            ("top_k", self.top_k >= 0, "0 (all) or above"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("seed", -(2**31) <= self.seed < 2**32, "a number of 32 bits"),
+        ):
+            if not fits:
+                raise ConfigError(f"{name} = {getattr(self, name)!r} must be {want}")
+
+
+class Token(NamedTuple):
+    """A generated token.
+
+    Attributes:
+        request: number of the request, in the order in which they were added.
+        id: the token.
+        logprob: logarithm of its probability under the model, without temperature and limits.
+        finish: why the text ends here: `stop` or `length`; None if it goes on.
+        experts: experts of the tokens that were read for it, int32 [layers, tokens, k]; None unless they are kept.
+            Together a request's arrays are the `forced_experts` of its text without the last token.
+        text: text that is certain with this token; "" without a tokenizer.
+    """
+
+    request: int
+    id: int
+    logprob: float
+    finish: str | None
+    experts: np.ndarray | None
+    text: str = ""
+
+
+@dataclasses.dataclass
+class _Row:
+    """The request that a row of the cache serves: `length` tokens are in the cache, `pending` are to be read."""
+
+    number: int
+    request: Request
+    pending: list[int]
+    length: int = 0
+    made: int = 0
+    images: np.ndarray | None = None
+    experts: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    @property
+    def reads_prompt(self) -> bool:
+        return not self.made
+
+
+class Generator:
+    """Generate tokens for requests, `rows` at a time.
+
+    Attributes:
+        rows: number of rows of the cache.
+        chunk: tokens of a prompt that one step reads.
+        capacity: tokens for whose entries the cache has room; it doubles when a text needs more.
+        steps: number of steps of each kind so far.
+    """
+
+    def __init__(
+        self, model: DeepSeek, rows: int = 8, *, chunk: int = 64, capacity: int = 256, keep_experts: bool = False
+    ):
+        """Make an empty cache on the current mesh.
+
+        Args:
+            model: the model.
+            rows: number of requests to serve at a time, rounded up to a multiple of the mesh's data x expert.
+            chunk: tokens of a prompt to read at a time, rounded up to a multiple of the mesh's context.
+            capacity: tokens to make room for at first.
+            keep_experts: return the experts of all tokens.
+        """
+        ensure_mesh()
+        sizes = jax.sharding.get_abstract_mesh().shape
+        self._devices = math.prod(sizes[axis] for axis in BATCH)
+        self.model, self.keep_experts = model, keep_experts
+        self.rows, self.chunk = rows + -rows % self._devices, chunk + -chunk % sizes["context"]
+        self._one = sizes["context"]  # tokens of a chunk that reads a single one
+        self._leaves, self._tree = jax.tree.flatten(model)
+        self.cache = init_cache(model.cfg, self.rows, capacity)
+        self.steps = collections.Counter[str]()
+        self._table: list[_Row | None] = [None] * self.rows
+        self._queue: collections.deque[_Row] = collections.deque()
+        self._added, self._last = 0, ""
+
+    @property
+    def capacity(self) -> int:
+        """Return the tokens for whose entries the cache has room."""
+        return self.cache.capacity
+
+    @property
+    def idle(self) -> bool:
+        """Return whether a row is free for one more request."""
+        return len(self._queue) < self._table.count(None)
+
+    @property
+    def busy(self) -> bool:
+        """Return whether there are unfinished requests."""
+        return bool(self._queue) or any(self._table)
+
+    def add(self, request: Request) -> int:
+        """Queue a request; return its number.
+
+        Raises:
+            ConfigError: for ids that the model does not have, or images for a model without vision.
+        """
+        ids, vocab = np.asarray(request.ids), self.model.cfg.vocab_size
+        if ids.min() < 0 or ids.max() >= vocab:
+            raise ConfigError(f"the ids of a prompt must be 0 to {vocab - 1}, found {ids.min()} to {ids.max()}")
+        row = _Row(self._added, request, list(map(int, ids)))
+        if request.patches is not None:
+            row.images = self._embed_images(request)
+        self._queue.append(row)
+        self._added += 1
+        return row.number
+
+    def cancel(self, number: int) -> None:
+        """Give up a request. Its row takes the next one."""
+        self._table = [None if row is not None and row.number == number else row for row in self._table]
+        self._queue = collections.deque(row for row in self._queue if row.number != number)
+
+    def step(self) -> list[Token]:
+        """Run one step; return the tokens that it made, none if it read a part of prompts that go on."""
+        for i, row in enumerate(self._table):
+            if row is None and self._queue:
+                self._table[i] = self._queue.popleft()
+        rows = [(i, row) for i, row in enumerate(self._table) if row is not None]
+        prompts = [(i, row) for i, row in rows if row.reads_prompt]
+        texts = [(i, row) for i, row in rows if not row.reads_prompt]
+        if not rows:
+            return []
+        self._last = "prompt" if prompts and (self._last != "prompt" or not texts) else "token"
+        self.steps[self._last] += 1
+        return self._read(prompts, self.chunk) if self._last == "prompt" else self._read(texts, self._one)
+
+    def _read(self, rows: list[tuple[int, _Row]], T: int) -> list[Token]:
+        """Read the next tokens of some rows, T at most, and draw a token where none is pending after them."""
+        self._make_room(max(row.length + min(T, len(row.pending)) for _, row in rows))
+        ids, n, length = (
+            np.zeros((self.rows, T), np.int32),
+            np.zeros(self.rows, np.int32),
+            np.zeros(self.rows, np.int32),
+        )
+        for i, row in enumerate(self._table):
+            length[i] = 0 if row is None else row.length
+        for i, row in rows:
+            n[i] = min(T, len(row.pending))
+            ids[i, : n[i]] = row.pending[: n[i]]
+        chunk = Chunk(ids, n, length, self._rule(), *self._images(rows, T))
+        cache, drawn = read_chunk(self._leaves, self.cache, chunk, tree=self._tree, keep_experts=self.keep_experts)
+        self.cache = cache
+        drawn = jax.tree.map(np.asarray, drawn)
+        made = []
+        for i, row in rows:
+            row.length, row.pending = row.length + int(n[i]), row.pending[n[i] :]
+            if self.keep_experts:
+                row.experts.append(np.stack([layer[i, : n[i]] for layer in drawn.experts]))
+            if not row.pending:
+                made.append(self._take(i, row, int(drawn.token_B[i]), float(drawn.logprob_B[i])))
+        return made
+
+    def _take(self, i: int, row: _Row, token: int, logprob: float) -> Token:
+        """Add a token to the text of a row; free the row if the text ends."""
+        row.made, row.pending = row.made + 1, [token]
+        stop, full = token in row.request.stop_ids, row.made == row.request.max_tokens
+        finish = "stop" if stop else "length" if full else None
+        if finish:
+            self._table[i] = None
+        experts = np.concatenate(row.experts, axis=1) if row.experts else None
+        row.experts = []
+        return Token(row.number, token, logprob, finish, experts)
+
+    def _make_room(self, length: int) -> None:
+        capacity = self.capacity
+        while capacity < length:
+            capacity *= 2
+        if capacity > self.capacity:
+            self.cache = grow(self.model.cfg, self.cache, capacity)
+
+    def _rule(self) -> Rule:
+        """Collect the rules of all rows; idle ones take the likeliest token, which nobody reads."""
+        rule = Rule(*(np.full(self.rows, x, kind) for x, kind in zip((0, 0, 1, 0, 0), "fiffI", strict=True)))
+        for i, row in enumerate(self._table):
+            if row is not None:
+                request = row.request
+                values = request.temperature, request.top_k, request.top_p, request.min_p, request.seed % 2**32
+                for array, value in zip(rule, values, strict=True):
+                    array[i] = value
+        return rule
+
+    def _images(self, rows: list[tuple[int, _Row]], T: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Collect kinds and embeddings of the next T positions; None where no prompt has an image."""
+        if all(row.images is None or not row.reads_prompt for _, row in rows):
+            return None, None
+        types = np.full((self.rows, T), TEXT, np.int32)
+        embeddings = np.zeros((self.rows, T, self.model.cfg.dim), np.float32)
+        for i, row in rows:
+            if row.images is not None and row.request.token_types is not None:
+                part = slice(row.length, row.length + T)
+                own, kinds = row.images[part], row.request.token_types[part]
+                embeddings[i, : len(own)], types[i, : len(kinds)] = own, kinds
+        return types, embeddings
+
+    def _embed_images(self, request: Request) -> np.ndarray:
+        """Compute the embeddings [length, D] of a prompt with images, all at once, on every row of devices."""
+        assert request.patches is not None and request.image_grids is not None and request.token_types is not None
+
+        def filled(x: Any, size: int, value: int) -> np.ndarray:
+            return np.pad(x, [(0, size - len(x)), *[(0, 0)] * (np.ndim(x) - 1)], constant_values=value)
+
+        # Few sizes, so that few programs are compiled; and a copy for every row of devices.
+        length, patches = (
+            len(request.ids) + -len(request.ids) % self.chunk,
+            1 << (len(request.patches) - 1).bit_length(),
+        )
+        ids, types = filled(request.ids, length, 0), filled(request.token_types, length, TEXT)
+        copies = [np.tile(x.astype(np.int32), (self._devices, 1)) for x in (ids, types)]
+        arrays = *copies, filled(request.patches, patches, 0), np.asarray(request.image_grids)
+        return np.asarray(embed_prompt(self._leaves, *arrays, tree=self._tree))[: len(request.ids)]
