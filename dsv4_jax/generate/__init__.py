@@ -88,8 +88,8 @@ def _tokens(engine: Any, streams: dict[int, Any]) -> Iterator["Token"]:
             yield token
             continue
         text = "" if token.finish == "stop" else stream.add(token.id)
-        if stream.stopped and not token.finish:
-            engine.cancel(token.request)
+        if stream.stopped:
+            engine.cancel(token.request)  # unless this was its last token anyway
             token = token._replace(finish="stop")
         if token.finish:
             text += "" if stream.stopped else stream.end()
