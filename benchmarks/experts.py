@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from dsv4_jax.mesh import AXES, BATCH
 from dsv4_jax.ops.experts import Experts, Kernels, apply_experts
 from dsv4_jax.ops.shards import ParamShards
+from dsv4_jax.train.programs import POLICY
 
 TOKENS, D, F, EXPERTS, CHOICES = 4096, 4096, 2048, 256, 6  # of a device; sizes of configs/v4_flash.py
 HERTZ = 1.75e9  # clock of v5p, in which the estimates count
@@ -35,7 +36,7 @@ def compile_layer(topology: str, waves: int = 1, gradient: bool = True, exchange
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     mesh = jax.sharding.Mesh(devices.reshape(1, -1, 1), AXES, axis_types=(AxisType.Explicit,) * 3)
     tokens, experts = jax.P(BATCH, "context"), jax.P("expert")
-    how = Experts(EXPERTS, 10.0, exchange, waves, "ragged", (ParamShards(),) * 3)
+    how = Experts(EXPERTS, 10.0, exchange, waves, "auto", (ParamShards(),) * 3)
 
     def layer(x, weights, kernels, choices, real):
         run = functools.partial(apply_experts, how)
@@ -58,8 +59,7 @@ def compile_layer(topology: str, waves: int = 1, gradient: bool = True, exchange
         traced = jax.jit(pull if gradient else layer).trace(
             x, weights, Kernels(up, up, down), choices, real, *([x] if gradient else [])
         )
-        options = {"xla_tpu_enable_async_ragged_all_to_all": True}
-        return traced.lower(lowering_platforms=("tpu",)).compile(compiler_options=options)
+        return traced.lower(lowering_platforms=("tpu",)).compile(compiler_options=POLICY.repeated)
 
 
 def list_estimates(program: str) -> list[tuple[int, str]]:

@@ -126,9 +126,14 @@ def current_mesh() -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
 
 
 def on_cpu() -> bool:
-    """Return whether programs traced now run on CPU: on the current mesh's devices or, without them, JAX's default."""
+    """Return whether programs traced now run on CPU."""
+    return current_platform() == "cpu"
+
+
+def current_platform() -> str:
+    """Return the platform that programs traced now run on: of the current mesh's devices, else JAX's default."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return (device.platform if device else jax.default_backend()) == "cpu"
+    return device.platform if device else jax.default_backend()
 
 
 def emulated() -> bool:

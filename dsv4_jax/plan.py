@@ -16,10 +16,12 @@ from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.batch import abstract_batch
 from dsv4_jax.mesh import AXES, abstract_mesh
 from dsv4_jax.model.counts import operations_per_token
+from dsv4_jax.ops.grouped_matmul import explain_choice
 from dsv4_jax.section import ConfigError
 from dsv4_jax.train import describe
 from dsv4_jax.train.checks import trace_functions
 from dsv4_jax.train.objectives import objective_of
+from dsv4_jax.train.programs import POLICY
 from dsv4_jax.train.state import abstract_state
 from dsv4_jax.train.step import make_train_step
 
@@ -104,10 +106,11 @@ def compile_for(run: Config, stage: ResolvedStage, devices: np.ndarray) -> list[
     cfg, mesh = stage.cfg, jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
         batch = abstract_batch(cfg, cfg.data.batch_size)
-        step = jax.jit(make_train_step(cfg, stage.clock), donate_argnums=0)
+        step = jax.jit(make_train_step(cfg, stage.clock), donate_argnums=0, compiler_options=POLICY.repeated)
         program = step.trace(abstract_state(run), batch).lower(lowering_platforms=("tpu",)).compile()
+        product = explain_choice(cfg.model.expert_matmul)
     memory, text = program.memory_analysis(), program.as_text()
-    lines = [f"compiled    for {devices.size} x {devices.flat[0].device_kind}"]
+    lines = [f"compiled    for {devices.size} x {devices.flat[0].device_kind}", f"experts     {product}"]
     if memory is not None:
         held, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         lines.append(f"memory      {held:,} bytes of state and batch and {temporary:,} temporary, per device")

@@ -39,8 +39,10 @@ class ComputeConfig(Section):
     select: Literal["auto", "masked", "gathered"] = "auto"
     """How a query reads its top-k entries. `masked`: all entries under a mask. `gathered`: a copy of the selected ones.
     `auto`: gathered if a row has more than 3 x index_topk entries."""
-    expert_matmul: Literal["auto", "blocked", "ragged"] = "auto"
-    """Grouped matrix product of the experts. `auto`: blocked on CPU, ragged (`ragged_dot`) on accelerators."""
+    expert_matmul: Literal["auto", "blocked", "ragged", "pallas"] = "auto"
+    """Grouped matrix product of the experts. `blocked`: a loop over blocks of rows. `ragged`: XLA's `ragged_dot`, which
+    computes the gradient of the weights densely. `pallas`: kernels for TPU, which compute only each row's own product.
+    `auto`: blocked on CPU, pallas on TPU, ragged on GPU."""
     expert_exchange: Literal["auto", "gather", "ragged"] = "auto"
     """How tokens reach experts on other devices of mesh.expert. `gather`: every device takes all tokens. `ragged`: each
     token is sent to its experts only. `auto`: ragged if expert_waves is above 1, or on accelerators if mesh.expert is

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multiply rows sorted by expert by their experts' matrices, with a gradient that costs the same.
 
-XLA:CPU computes `ragged_dot` as a dense product of every row with every expert. The blocked form here
-computes only each row's own product (`benchmarks/grouped_matmul.py`). TPU and GPU use `ragged_dot`.
+XLA:CPU computes `ragged_dot` as a dense product of every row with every expert, XLA:TPU its gradient of the
+weights. The blocked form here, for CPU, and the kernels of `ops/grouped_pallas.py`, for TPU, compute only each row's
+own product (`benchmarks/grouped_matmul.py`). GPU uses `ragged_dot`.
 """
 
 import functools
@@ -11,12 +12,20 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.mesh import on_cpu, varying
+from dsv4_jax.mesh import current_platform, varying
+from dsv4_jax.ops import grouped_pallas
 from dsv4_jax.ops.shards import WHOLE, ParamShards
+from dsv4_jax.section import ConfigError
 
-Impl = Literal["auto", "blocked", "ragged"]
+Impl = Literal["auto", "blocked", "ragged", "pallas"]
 BLOCK = 128  # rows of one product of the blocked form
 
+_FASTEST: dict[str, Impl] = {"cpu": "blocked", "tpu": "pallas"}
+_REASONS = {
+    "blocked": "a loop over blocks of rows computes each row's own product; ragged_dot is dense on CPU",
+    "ragged": "XLA's ragged_dot; its gradient of the weights is dense on TPU",
+    "pallas": "kernels compute each row's own product; ragged_dot's gradient of the weights is dense on TPU",
+}
 # x [N, D] rows of group g times y [N, F] rows of group g -> [G, D, F]
 _OUTER = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
@@ -32,7 +41,7 @@ def grouped_matmul(
         x: [N, D], the rows of group 0 first, then those of group 1, ...
         w: [G, D, F], or the part of it that this device stores. It is used in x's type.
         sizes: int [G], number of rows of each group; their sum is at most N.
-        impl: "blocked" or "ragged"; "auto" takes the faster one of the devices that we trace for.
+        impl: "blocked", "ragged" or "pallas" (TPU only); "auto" takes the fastest on the devices that we trace for.
         shards: how `w` is stored over the devices.
 
     Returns:
@@ -48,24 +57,43 @@ def rows_product(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl, trans
 
     Returns the product in x's type, summed in fp32. Rows past the last group are zero.
     """
+    impl = choose(impl)
+    if impl == "pallas":
+        return grouped_pallas.rows_product(x, w, sizes, transposed)
     w = jnp.swapaxes(w, 1, 2) if transposed else w
-    if _choose(impl) == "blocked":
+    if impl == "blocked":
         return _blocked_rows(x, w, sizes)
     return jax.lax.ragged_dot(x, varying(w, x), sizes, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
 def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, impl: Impl, total: jax.Array) -> jax.Array:
     """Add to `total`, fp32 [G, D, F], the product x^T dy of the rows of every group. Has no gradient of its own."""
-    if _choose(impl) == "blocked":
+    impl = choose(impl)
+    if impl == "pallas":
+        return grouped_pallas.weight_gradient(x, dy, sizes, total)
+    if impl == "blocked":
         return _blocked_outer(x, dy, sizes, total)
     return total + jax.lax.ragged_dot_general(x, dy, sizes, _OUTER, preferred_element_type=jnp.float32)
 
 
-def _choose(impl: Impl) -> Impl:
-    """Replace "auto" by the faster form on the devices that we trace for."""
+def choose(impl: Impl) -> Impl:
+    """Replace "auto" by the fastest form on the devices that we trace for.
+
+    Raises:
+        ConfigError: if it is "pallas" and they are no TPUs.
+    """
+    where = current_platform()
     if impl == "auto":
-        return "blocked" if on_cpu() else "ragged"
+        return _FASTEST.get(where, "ragged")
+    if impl == "pallas" and where != "tpu":
+        raise ConfigError(f"model.expert_matmul = 'pallas' needs TPUs, but the devices are {where}; use 'auto'")
     return impl
+
+
+def explain_choice(impl: Impl) -> str:
+    """Describe which form `impl` takes on the devices that we trace for, and why."""
+    chosen = choose(impl)
+    return f"grouped product {chosen}{' (auto)' * (impl == 'auto')}: {_REASONS[chosen]}"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))

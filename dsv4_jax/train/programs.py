@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from dsv4_jax.config import Config
 from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.batch import Batch
-from dsv4_jax.mesh import QUICK_CPU, on_cpu
+from dsv4_jax.mesh import QUICK_CPU, current_platform
 from dsv4_jax.train.anticipation import make_route
 from dsv4_jax.train.evaluate import make_eval_step
 from dsv4_jax.train.state import TrainState, init_state
@@ -31,18 +31,21 @@ class CompilePolicy:
 
     Attributes:
         once: for programs that run once (initialisation), where optimising costs more time than it saves.
-        cpu: for all other programs on CPUs. Accelerators have XLA's defaults.
+        cpu: for all other programs on CPUs.
+        tpu: for all other programs on TPUs, where experts compute while a ragged all-to-all runs. GPUs have XLA's
+            defaults.
     """
 
     once: Options = dataclasses.field(
         default_factory=lambda: {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     )
     cpu: Options = dataclasses.field(default_factory=lambda: QUICK_CPU)
+    tpu: Options = dataclasses.field(default_factory=lambda: {"xla_tpu_enable_async_ragged_all_to_all": True})
 
     @property
     def repeated(self) -> Options | None:
-        """Return the options for programs that run many times, on the devices in use; None: XLA's defaults."""
-        return self.cpu if on_cpu() else None
+        """Return the options for programs that run many times, on the devices we trace for; None: XLA's defaults."""
+        return {"cpu": self.cpu, "tpu": self.tpu}.get(current_platform())
 
 
 POLICY = CompilePolicy()

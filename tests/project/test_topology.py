@@ -115,3 +115,4 @@ def test_the_tiny_step_compiles_for_tpu_on_every_axis(mesh, exchange):
     lines = compile_for(cfg, cfg.resolved_stages[0], slice_devices("v5e:2x4", cfg.mesh))
     assert "8 x TPU" in lines[0] and any(line.startswith("memory") for line in lines)
     assert any("ragged-all-to-all" in line for line in lines) == (exchange == "ragged")
+    assert lines[1].startswith("experts     grouped product pallas (auto): ")
