@@ -5,6 +5,7 @@ Letters: B rows, T queries, M compressed entries, H heads, k selected entries, c
 I index heads, J index width.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from dsv4_jax.ops.documents import Windows
 
 # Sizes of a tile of entries: the least, and the heads' scores of a tile (`count_tile`).
 TILE, CPU_SCORES, SCORES = 128, 2**18, 2**25
+LONG = 128  # entries over selected ones from which a selection goes by blocks: on CPU it takes as long, or less
 
 
 class Index(NamedTuple):
@@ -128,9 +130,30 @@ def indexer_recall(p_BTHM: jax.Array, visible_BTM: jax.Array, topk_BTk: jax.Arra
 
 def select_entries(score_BTM: jax.Array, visible_BTM: jax.Array, k: int) -> jax.Array:
     """Select the k visible entries of highest score [B, T, k], -1 where fewer are visible; ties: the lower number."""
-    masked = jnp.where(visible_BTM, jax.lax.stop_gradient(score_BTM), -jnp.inf)
-    value, index = jax.lax.top_k(masked, k)
+    score = jax.lax.stop_gradient(score_BTM)
+    masked = jnp.where(visible_BTM, jnp.where(score == 0, 0.0, score), -jnp.inf)  # -0 and 0 are a tie
+    value, index = find_largest(masked, k)
     return checkpoint_name(jnp.where(value > -jnp.inf, index, -1), "topk")
+
+
+def find_largest(x_BTM: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Find the k largest values of each query and their numbers, [B, T, k] each: what `jax.lax.top_k` returns.
+
+    That sorts whole rows, on accelerators with a copy of them and of their numbers. Long rows are cut into blocks of
+    neighbours instead. The k largest values lie in the k blocks of the largest maxima, and only those are sorted.
+    """
+    B, T, M = x_BTM.shape
+    if M < LONG * k:
+        return jax.lax.top_k(x_BTM, k)
+    size = 2 ** round(math.log2(M / k) / 2)  # about as many blocks as values in k of them
+    padded = jnp.pad(x_BTM, [(0, 0), (0, 0), (0, -M % size)], constant_values=-jnp.inf)
+    x_BTbz = padded.reshape(B, T, -1, size)
+    _, blocks = jax.lax.top_k(x_BTbz.max(-1), k)
+    blocks = jnp.sort(blocks, -1)  # in order, so that ties go to the lower number here too
+    taken = jnp.take_along_axis(x_BTbz, blocks[..., None], 2, mode="promise_in_bounds")
+    value, place = jax.lax.top_k(taken.reshape(B, T, k * size), k)
+    block = jnp.take_along_axis(blocks, place // size, 2, mode="promise_in_bounds")
+    return value, block * size + place % size
 
 
 def mask_entries(index_BTk: jax.Array, M: int) -> jax.Array:
