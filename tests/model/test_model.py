@@ -189,7 +189,7 @@ def test_gradients_of_bf16_products_are_summed_in_fp32(fresh):
         loss = lambda w, x=x: linear(x, nnx.Param(w), jnp.bfloat16).sum(dtype=jnp.float32)
         np.testing.assert_array_equal(jax.jit(jax.grad(loss))(w), np.full(w.shape, 257))
     ids = jax.reshard(jnp.full((1, 257), 5), act_spec(2))
-    grads = jax.jit(jax.grad(lambda model: model._embed(ids, jnp.bfloat16).sum(dtype=jnp.float32), allow_int=True))(
+    grads = jax.jit(jax.grad(lambda model: model.embed_ids(ids, jnp.bfloat16).sum(dtype=jnp.float32), allow_int=True))(
         fresh
     )
     np.testing.assert_array_equal(grads.embed[...][5], np.full(fresh.cfg.dim, 257))
