@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= configs/tiny_v41.py
 
-.PHONY: train test test-all soak check format figures bench-peers compare hooks clean
+.PHONY: train test test-all soak check format figures bench bench-peers compare hooks clean
 
 train: .venv/installed
 	$(BIN)/python train.py $(CONFIG) $(ARGS)
@@ -32,6 +32,11 @@ format: .venv/installed
 figures: .venv/installed
 	$(BIN)/python benchmarks/configuration.py
 	$(BIN)/python benchmarks/figures.py $(ARGS)
+
+# Measures training on CPU and programs compiled for TPUs (the latter with the TPU compiler: pip install '.[tpu]'), and
+# writes the tables of docs/performance.md. ARGS="steps" compiles whole training steps, an hour.
+bench: .venv/installed
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 # Measures a small model against transformers, and writes the table of docs/performance.md.
 bench-peers: .venv/installed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep measured figures as JSON in `benchmarks/results/` and write them as tables into docs/performance.md."""
+"""Keep measured figures in `benchmarks/results.json` and write them as tables into docs/performance.md."""
 
 import dataclasses
 import datetime
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "benchmarks" / "results.json"
 PAGE = ROOT / "docs" / "performance.md"
 
 
@@ -68,23 +68,19 @@ def describe_versions(*packages: str) -> str:
     return ", ".join(found)
 
 
-def save(suite: str, lines: Iterable[Line], command: str, versions: str, folder: Path = RESULTS) -> None:
-    """Write lines into `suite`.json. Lines of other figures that are there stay, with their own dates."""
-    path, new = folder / f"{suite}.json", {line.figure: line for line in lines}
-    old = {line.figure: line for line in load(suite, folder)[1]}
-    merged = [dataclasses.asdict(line) for line in ({**old, **new}).values()]
-    head = {"suite": suite, "command": command, "machine": describe_machine(), "versions": versions}
-    folder.mkdir(exist_ok=True)
-    path.write_text(json.dumps(head | {"lines": merged}, indent=1) + "\n")
+def save(suite: str, lines: Iterable[Line], command: str, versions: str, path: Path = RESULTS) -> None:
+    """Write lines of a suite into the file. Lines of other figures that are there stay, with their own dates."""
+    everything = json.loads(path.read_text()) if path.exists() else {}
+    merged = {line.figure: line for line in (*load(suite, path)[1], *lines)}
+    head = {"command": command, "machine": describe_machine(), "versions": versions}
+    everything[suite] = head | {"lines": [dataclasses.asdict(line) for line in merged.values()]}
+    path.write_text(json.dumps(everything, indent=1) + "\n")
 
 
-def load(suite: str, folder: Path = RESULTS) -> tuple[dict[str, Any], list[Line]]:
-    """Return the head and the lines of `suite`.json; nothing if the suite was not measured yet."""
-    path = folder / f"{suite}.json"
-    if not path.exists():
-        return {}, []
-    head = json.loads(path.read_text())
-    return head, [Line(**line) for line in head.pop("lines")]
+def load(suite: str, path: Path = RESULTS) -> tuple[dict[str, Any], list[Line]]:
+    """Return the head and the lines of a suite; nothing if it was not measured yet."""
+    head = (json.loads(path.read_text()) if path.exists() else {}).get(suite, {})
+    return head, [Line(**line) for line in head.pop("lines", [])]
 
 
 def _number(value: float | None) -> str:
@@ -110,13 +106,13 @@ def format_table(head: dict[str, Any], lines: list[Line]) -> str:
     return "\n".join(rows)
 
 
-def write_table(suite: str, page: Path = PAGE, folder: Path = RESULTS) -> None:
+def write_table(suite: str, page: Path = PAGE, path: Path = RESULTS) -> None:
     """Replace the text between `<!-- bench:SUITE -->` and `<!-- end -->` of the page by the suite's table.
 
     Raises:
         ValueError: if the page has no such markers.
     """
-    head, lines = load(suite, folder)
+    head, lines = load(suite, path)
     if not lines:
         return
     text, start = page.read_text(), f"<!-- bench:{suite} -->"

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describe a run before it starts: its stages, model, optimizer and memory, and its step compiled for absent TPUs."""
 
-import collections
 import dataclasses
 import math
-import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +16,7 @@ from dsv4_jax.data.batch import abstract_batch
 from dsv4_jax.mesh import AXES, abstract_mesh
 from dsv4_jax.model.counts import operations_per_token
 from dsv4_jax.ops.grouped_matmul import explain_choice
+from dsv4_jax.roofline import Program, chip_of
 from dsv4_jax.section import ConfigError
 from dsv4_jax.train import describe
 from dsv4_jax.train.checks import trace_functions
@@ -24,11 +24,6 @@ from dsv4_jax.train.objectives import objective_of
 from dsv4_jax.train.programs import POLICY
 from dsv4_jax.train.state import abstract_state
 from dsv4_jax.train.step import make_train_step
-
-_COLLECTIVE = re.compile(
-    r"= (.*?) (all-to-all|all-gather|all-reduce|collective-permute|reduce-scatter|ragged-all-to-all)(?:-start)?\("
-)
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 
 
 def plan(config: Config, number: int = 1, topology: str | None = None) -> Iterator[str]:
@@ -63,20 +58,6 @@ def plan(config: Config, number: int = 1, topology: str | None = None) -> Iterat
         yield from ("", *compile_for(config, stage, devices))
 
 
-def collectives(program: str) -> list[tuple[str, int, tuple[int, ...]]]:
-    """List every collective of a compiled program: its kind, bytes of its result on a device, its largest shape."""
-    found = []
-    for line in program.splitlines():
-        if match := _COLLECTIVE.search(line):
-            arrays = [
-                (_BYTES.get(kind, 4), tuple(int(n) for n in dims.split(",") if n))
-                for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-            ]
-            size = sum(width * math.prod(shape) for width, shape in arrays)
-            found.append((match[2], size, max((shape for _, shape in arrays), key=math.prod)))
-    return found
-
-
 def slice_devices(topology: str, sizes: MeshConfig) -> np.ndarray:
     """Return the devices of a TPU slice such as `v5p:2x2x1`, in the order of a mesh [data, expert, context].
 
@@ -101,27 +82,63 @@ def slice_devices(topology: str, sizes: MeshConfig) -> np.ndarray:
     return np.array(devices).reshape(shape)
 
 
-def compile_for(run: Config, stage: ResolvedStage, devices: np.ndarray) -> list[str]:
-    """Compile the training step of a stage for devices that need not exist; describe it, a line for each property."""
+def compile_step(run: Config, stage: ResolvedStage, devices: np.ndarray) -> Any:
+    """Compile the training step of a stage for TPUs [data, expert, context] that need not exist.
+
+    Raises:
+        ConfigError: if the devices have too little memory for it.
+    """
     cfg, mesh = stage.cfg, jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)
     with jax.set_mesh(mesh):
         batch = abstract_batch(cfg, cfg.data.batch_size)
         step = jax.jit(make_train_step(cfg, stage.clock), donate_argnums=0, compiler_options=POLICY.repeated)
-        program = step.trace(abstract_state(run), batch).lower(lowering_platforms=("tpu",)).compile()
-        product = explain_choice(cfg.model.expert_matmul)
-    memory, text = program.memory_analysis(), program.as_text()
-    lines = [f"compiled    for {devices.size} x {devices.flat[0].device_kind}", f"experts     {product}"]
+        lowered = step.trace(abstract_state(run), batch).lower(lowering_platforms=("tpu",))
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ConfigError(
+            f"the step does not fit in the memory of {devices.size} x {devices.flat[0].device_kind}: {error}; more "
+            "devices, a smaller data.batch_size, a larger train.accumulate or model.remat = 'full' need less"
+        ) from error
+
+
+def count_operations(cfg: Config) -> tuple[float, float]:
+    """Count the operations of a step on each device: of the model, and with what `model.remat` computes again.
+
+    The forward pass and twice that for the backward pass. `full` repeats the forward pass, `save_block_outputs` the
+    attention.
+    """
+    tokens = cfg.data.batch_size * cfg.data.seq_len / math.prod(dataclasses.astuple(cfg.mesh))
+    matrices, attention = (tokens * count for count in operations_per_token(cfg.model, cfg.data.seq_len))
+    again = {"full": (matrices + attention) / 3, "save_block_outputs": attention / 3, "none": 0.0}[cfg.model.remat]
+    return matrices + attention, matrices + attention + again
+
+
+def compile_for(run: Config, stage: ResolvedStage, devices: np.ndarray) -> list[str]:
+    """Compile the training step of a stage for devices that need not exist; describe it, a line for each property."""
+    program, kind = compile_step(run, stage, devices), devices.flat[0].device_kind
+    memory, costs, chip = program.memory_analysis(), Program(program.as_text()).costs(), chip_of(kind)
+    model, computed = count_operations(stage.cfg)
+    with jax.set_mesh(jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)):
+        product = explain_choice(stage.cfg.model.expert_matmul)
+    lines = [f"compiled    for {devices.size} x {kind}", f"experts     {product}"]
     if memory is not None:
         held, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         lines.append(f"memory      {held:,} bytes of state and batch and {temporary:,} temporary, per device")
-    flops = (program.cost_analysis() or {}).get("flops")
-    if flops:
-        lines.append(f"operations  {flops:,.0f} a step and device, loop bodies counted once")
-    moved: collections.Counter[str] = collections.Counter()
-    count: collections.Counter[str] = collections.Counter()
-    for kind, size, _ in collectives(text):
-        moved[kind] += size
-        count[kind] += 1
-    for kind in sorted(count):
-        lines.append(f"collective  {count[kind]} {kind}, {moved[kind]:,} bytes a device, loop bodies counted once")
+    counted = f"{costs.operations:.3g} a step and device in products, {computed:.3g} by the model's sizes"
+    lines.append(f"operations  {counted}")
+    for name in sorted(costs.count):
+        sent = f"{costs.count[name]:,.0f} {name}, {costs.wire[name]:,.0f} bytes sent by a device"
+        hidden = costs.hidden.get(name, 0.0) / costs.wire[name] if costs.wire[name] else 1.0
+        lines.append(f"collective  {sent}, {hidden:.0%} of them beside other work")
+    if chip:
+        times = costs.times(chip)
+        bound = max(times, key=times.__getitem__)
+        parts = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in times.items())
+        share = model / chip.operations / times[bound]
+        lines.append(f"roofline    {parts} a step at least: bound by {bound}, {share:.0%} model utilisation at most")
+    if costs.unknown_loops:
+        lines.append(f"loops       {costs.unknown_loops:.0f} counted once: rounds of exchanges, as with an even load")
     return lines

@@ -35,19 +35,21 @@ class Chip:
         bandwidth: bytes a second of its memory.
         links: bytes a second that it can send to other chips, over all links.
         memory: bytes.
+        clock: cycles a second, in which the compiler's estimates count.
     """
 
     operations: float
     bandwidth: float
     links: float
     memory: float
+    clock: float
 
 
 # From the vendor's data sheets, by the start of JAX's name of the device.
 CHIPS = {
-    "TPU v5 lite": Chip(197e12, 819e9, 200e9, 16 * 2**30),
-    "TPU v5": Chip(459e12, 2765e9, 600e9, 95 * 2**30),
-    "TPU v6 lite": Chip(918e12, 1640e9, 400e9, 32 * 2**30),
+    "TPU v5 lite": Chip(197e12, 819e9, 200e9, 16 * 2**30, 1.5e9),
+    "TPU v5": Chip(459e12, 2765e9, 600e9, 95 * 2**30, 1.75e9),
+    "TPU v6 lite": Chip(918e12, 1640e9, 400e9, 32 * 2**30, 1.75e9),
 }
 
 

@@ -43,9 +43,13 @@ def operations_per_token(cfg: ModelConfig, S: int) -> tuple[float, float]:
     """
     table = cfg.vocab_size * cfg.dim
     mtp = 0 if cfg.dspark_target_layer_ids else cfg.n_mtp_layers  # DSpark is not pre-trained
-    matrices = 6.0 * (parameter_counts(cfg)[1] - table + mtp * table)
+    return 6.0 * (parameter_counts(cfg)[1] - table + mtp * table), attention_per_token(cfg, S)
+
+
+def attention_per_token(cfg: ModelConfig, S: int) -> float:
+    """Count the operations of a training step per token in attention alone, see `operations_per_token`."""
     attention = 0.0
-    drafts = (LayerSpec("window"),) * mtp
+    drafts = (LayerSpec("window"),) * (0 if cfg.dspark_target_layer_ids else cfg.n_mtp_layers)
     for spec in (*cfg.layer_specs, *drafts):
         seen = S / (2 * spec.ratio) if spec.ratio else 0.0
         if spec.indexed and cfg.attention != "dense":
@@ -53,4 +57,4 @@ def operations_per_token(cfg: ModelConfig, S: int) -> tuple[float, float]:
         selected = cfg.attention == "sparse" and (spec.indexed or spec.mode == "reuse")
         read = min(seen, cfg.index_topk) if selected else seen
         attention += 3 * 4 * cfg.n_heads * cfg.head_dim * (min(cfg.window_size, S / 2) + read)
-    return matrices, attention
+    return attention

@@ -10,13 +10,12 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from support.golden_models import small_config
-from support.hlo import loops
+from support.hlo import collectives, loops
 
 import dsv4_jax as ds
 from dsv4_jax.config import Config, DataConfig, LossConfig, MeshConfig, OptimConfig, TrainConfig
 from dsv4_jax.data.batch import abstract_batch, batch_spec
 from dsv4_jax.mesh import BATCH, make_mesh
-from dsv4_jax.plan import collectives
 from dsv4_jax.train.objectives.pretrain import compute_losses
 from dsv4_jax.train.state import abstract_state, init_state
 from dsv4_jax.train.step import make_train_step

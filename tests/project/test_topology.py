@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run will need: the published sizes without an array, and the step compiled for TPUs that are not there."""
 
+import dataclasses
 import importlib.util
 import math
 import re
@@ -8,17 +9,21 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import ROOT
 from support.golden_models import small_config
+from support.hlo import collectives
 
 import dsv4_jax as ds
 from dsv4_jax.cli import main
 from dsv4_jax.config import Config, MeshConfig, TrainConfig
 from dsv4_jax.mesh import RULES, make_mesh, param_spec
-from dsv4_jax.plan import collectives, compile_for, slice_devices
+from dsv4_jax.model.counts import operations_per_token
+from dsv4_jax.plan import compile_for, compile_step, count_operations, slice_devices
+from dsv4_jax.section import ConfigError
 from dsv4_jax.train.describe import describe_placement
 
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
@@ -101,6 +106,28 @@ def test_slices_that_do_not_fit_are_refused(capsys):
     assert stop.value.code == 2
     said = capsys.readouterr().err
     assert ("has 4 devices" if HAS_COMPILER else "pip install 'dsv4_jax[tpu]'") in said
+
+
+def test_operations_of_a_step_grow_by_what_is_computed_again():
+    cfg = ds.load_config(TINY, ["--mesh.data", "2", "--data.batch-size", "4"])
+    matrices, attention = operations_per_token(cfg.model, cfg.data.seq_len)
+    tokens = 2 * cfg.data.seq_len
+    for remat, again in (("none", 0), ("save_block_outputs", attention / 3), ("full", (matrices + attention) / 3)):
+        again_too = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, remat=remat))
+        model, computed = count_operations(again_too)
+        assert model == pytest.approx(tokens * (matrices + attention))
+        assert computed == pytest.approx(model + tokens * again)
+
+
+def test_a_step_that_does_not_fit_is_refused_with_what_it_needs(monkeypatch):
+    def refuse(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM, 132.16G exceeds 95.74G.")
+
+    monkeypatch.setattr("dsv4_jax.plan.make_train_step", lambda *_: lambda state, batch: state)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    run = Config(model=small_config(), train=TrainConfig(steps=200))
+    with pytest.raises(ConfigError, match=r"1 x cpu: .*132\.16G.*model\.remat = 'full'"):
+        compile_step(run, run.resolved_stages[0], np.array(jax.devices()[:1]).reshape(1, 1, 1))
 
 
 @pytest.mark.slow

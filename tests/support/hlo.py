@@ -1,9 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loops that exchange something between devices, and what XLA's runtime for CPU may run beside them."""
 
+import math
 import re
 
-from dsv4_jax.plan import collectives
+from dsv4_jax.roofline import COLLECTIVES
+
+_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(sorted(COLLECTIVES))})(?:-start)?\(")
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+
+def collectives(program: str) -> list[tuple[str, int, tuple[int, ...]]]:
+    """List every collective of a compiled program: its kind, bytes of its result on a device, its largest shape."""
+    found = []
+    for line in program.splitlines():
+        if match := _COLLECTIVE.search(line):
+            arrays = [
+                (_BYTES.get(kind, 4), tuple(int(n) for n in dims.split(",") if n))
+                for kind, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+            ]
+            size = sum(width * math.prod(shape) for width, shape in arrays)
+            found.append((match[2], size, max((shape for _, shape in arrays), key=math.prod)))
+    return found
 
 
 def loops(program: str) -> dict[str, list[str]]:
