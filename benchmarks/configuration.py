@@ -62,7 +62,9 @@ def _help(cls: type) -> dict[str, str]:
 
 
 def _type(hint: Any) -> str:
-    """A type as a reader would name it: the values of a Literal, else its name."""
+    """A type as a reader would name it: the values of a Literal, alone or in a tuple, else its name."""
+    if typing.get_origin(hint) is tuple and typing.get_origin(typing.get_args(hint)[0]) is typing.Literal:
+        return f"tuple of {_type(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(hint))
     return getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint).replace("typing.", "")

@@ -141,5 +141,7 @@ def _make_from_json(cls: type[Any], tree: dict[str, Any], where: str) -> Any:
             value = _make_from_json(hints[key], value, f"{key} of {where}")
         elif key == "stages":
             value = tuple(_make_from_json(Stage, stage, f"{key} of {where}") for stage in value)
+        elif key == "changes":
+            value = {name: tuple(new) if isinstance(new, list) else new for name, new in value.items()}
         values[key] = tuple(value) if isinstance(value, list) else value
     return from_fields(cls, values, where)

@@ -30,6 +30,7 @@ from dsv4_jax.model.place import (
     count_channels,
     count_tail,
 )
+from dsv4_jax.model.quantized import quantize_entries, quantize_index, quantize_window
 from dsv4_jax.model.rope import Rotation, rotate
 from dsv4_jax.model.tables import Chunk, Tables
 from dsv4_jax.ops.attention import Attended, attend
@@ -314,7 +315,8 @@ def _attend_chunk(
         elif shared is not None:
             topk_BSk = shared.topk_BSk
     # The chunk's own keys after those of the window left of it: U = S + up to W - 1.
-    kv_BUK = place.prepend("window_BUK", rotate(projected.kv_BSK, chunk.rotation), cfg.window_size - 1)
+    kv_BSK = quantize_window(cfg, rotate(projected.kv_BSK, chunk.rotation))
+    kv_BUK = place.prepend("window_BUK", kv_BSK, cfg.window_size - 1)
     out = read(cfg, projected.q_BSHK, kv_BUK, weights.sink_H, chunk, entries_BMK, windows, index, topk_BSk)
     if index is not None and shared is not None and cfg.attention == "sparse":
         shared = shared._replace(topk_BSk=out.topk_BSk)
@@ -358,7 +360,8 @@ def new_entries(
         wk_KJ, norm_J = weights.key
         keys_BmJ = jnp.einsum("bmk,kj->bmj", jax.lax.stop_gradient(latent_BmK), wk_KJ)
         keys_BmJ = rotate(rms_norm(keys_BmJ, cfg.norm_eps) * norm_J, starts).astype(dtype)
-    return Entries(rotate(latent_BmK, starts).astype(dtype), keys_BmJ)
+    keys_BmJ = None if keys_BmJ is None else quantize_index(cfg, keys_BmJ)
+    return Entries(quantize_entries(cfg, rotate(latent_BmK, starts).astype(dtype)), keys_BmJ)
 
 
 def index_of(
@@ -384,7 +387,7 @@ def index_of(
     sparse = cfg.attention == "sparse"
     assert projected.index_q_BSIJ is not None and projected.index_w_BSI is not None
     return Index(
-        rotate(projected.index_q_BSIJ, chunk.head_rotation),
+        quantize_index(cfg, rotate(projected.index_q_BSIJ, chunk.head_rotation)),
         projected.index_w_BSI,
         keys_BMJ,
         topk=cfg.index_topk * sparse,

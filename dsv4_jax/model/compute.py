@@ -53,6 +53,10 @@ class ComputeConfig(Section):
     expert_gradients: Literal["float32", "bfloat16"] = "float32"
     """Type in which devices send each other the experts' gradients, to be summed in fp32. `bfloat16` rounds
     stochastically and halves the traffic."""
+    quantize: tuple[Literal["experts", "index", "window", "entries"], ...] = ()
+    """What to round to its published format, with a straight-through gradient (quantisation-aware training,
+    docs/weights.md). `experts`: weights of the routed experts. `index`: queries and keys of the indexer. `window`: keys
+    of the sliding window. `entries`: compressed entries."""
 
     def _check(self) -> None:
         self.need_positive("attention_block expert_waves")

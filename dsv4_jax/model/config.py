@@ -248,6 +248,9 @@ class ModelConfig(ComputeConfig):
         need("compress_ratios", min(ratios) >= 0, "must hold no negative ratio")
         last = ratios[self.n_layers :]
         need("compress_ratios", not any(last), "must end with 0: MTP and draft blocks have no compressor")
+        mixed = "index" in self.quantize and not self.kv_source_layers and CSA_RATIO in ratios
+        fits = not mixed or self.index_head_dim.bit_count() == 1
+        need("index_head_dim", fits, "must be a power of two for quantize = index, whose Hadamard matrix has that size")
         for key in ("kv_source_layers", "index_source_layers", "engram_layer_ids", "dspark_target_layer_ids"):
             numbers = getattr(self, key)
             fits = all(0 <= i < self.n_layers for i in numbers) and list(numbers) == sorted(set(numbers))

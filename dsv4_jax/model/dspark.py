@@ -19,6 +19,7 @@ from dsv4_jax.model import hyper
 from dsv4_jax.model.block import Block, Carry, Tokens, collapse_streams, start_carry
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.params import Params, apply_remat, linear, rms_norm, whole
+from dsv4_jax.model.quantized import quantize_window
 from dsv4_jax.model.rope import compute_frequencies, compute_rotation, rotate
 from dsv4_jax.model.tables import Tables
 from dsv4_jax.ops.attention import softmax_with_sink
@@ -114,11 +115,11 @@ def _core(
     angles = compute_rotation(compute_frequencies(cfg, compressed=False), place_BAn)
     heads = jax.tree.map(lambda a: a[:, :, :, None], angles)
     q_BAnHK = rotate(q_BsHK.reshape(B, A, n, cfg.n_heads, K), heads)
-    own_BAnK = rotate(own_BsK.reshape(B, A, n, K), angles)
+    own_BAnK = quantize_window(cfg, rotate(own_BsK.reshape(B, A, n, K), angles))
     # The context: the W positions before the anchor, as far as they are in its document.
     seen_BAW = anchors.position_BA[..., None] - W + jnp.arange(W)
     allowed_BAW = seen_BAW >= jnp.maximum(anchors.first_BA, 0)[..., None]
-    rotated_BSK = rotate(context_BSK, tables.rotations[False])
+    rotated_BSK = quantize_window(cfg, rotate(context_BSK, tables.rotations[False]))
     context_BAWK = jax.vmap(lambda x, i: x[i])(rotated_BSK, jnp.clip(seen_BAW, 0, S - 1))
     # One softmax over context [B, A, n, H, W] and slots [B, A, n, H, n].
     logit = lambda keys: jnp.einsum("banhk,bauk->banhu", q_BAnHK, keys, preferred_element_type=jnp.float32) * K**-0.5

@@ -189,8 +189,8 @@ def _make_settings(cfg: ModelConfig, specs: tuple[jax.P, ...]) -> Experts:
         many = devices > cfg.n_activated_experts and not on_cpu()
         exchange = "ragged" if many or cfg.expert_waves > 1 else "gather"
     w1, w3, w2 = (ParamShards(*_find_split(s), cfg.expert_gradients) for s in specs)
-    limit, impl = cfg.swiglu_limit, cfg.expert_matmul
-    return Experts(cfg.n_routed_experts, limit, exchange, cfg.expert_waves, impl, (w1, w3, w2))
+    limit, impl, rounded = cfg.swiglu_limit, cfg.expert_matmul, "experts" in cfg.quantize
+    return Experts(cfg.n_routed_experts, limit, exchange, cfg.expert_waves, impl, (w1, w3, w2), rounded)
 
 
 def count_loads(routing: Routing, real_BS: jax.Array, n_experts: int) -> jax.Array:

@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from dsv4_jax.mesh import AXES, varying
 from dsv4_jax.ops.exchange import Gathered, Sent, run_rounds, zeros
 from dsv4_jax.ops.grouped_matmul import Impl, rows_product, weight_gradient
-from dsv4_jax.ops.shards import ParamShards
+from dsv4_jax.ops.quantize import FP4, fake_quantize
+from dsv4_jax.ops.shards import WHOLE, ParamShards
 
 
 class Kernels(NamedTuple):
@@ -38,6 +39,7 @@ class Experts:
         waves: number of parts in which a round is exchanged and computed, for "ragged".
         impl: form of the grouped matrix product.
         shards: how w1, w3 and w2 are stored over the devices.
+        rounded: whether the matrices are rounded to `FP4`. Their gradient passes unchanged.
     """
 
     count: int
@@ -46,6 +48,7 @@ class Experts:
     waves: int
     impl: Impl
     shards: tuple[ParamShards, ParamShards, ParamShards]
+    rounded: bool = False
 
 
 def swiglu(gate: jax.Array, up: jax.Array, limit: float) -> jax.Array:
@@ -161,4 +164,14 @@ _apply.defvjp(_forward, _backward)
 
 
 def _gather_kernels(how: Experts, kernels: Kernels, dtype: jnp.dtype) -> Kernels:
-    return Kernels(*(shards.whole(w, dtype) for shards, w in zip(how.shards, kernels, strict=True)))
+    return Kernels(*(_gather(how, w, shards, dtype) for shards, w in zip(how.shards, kernels, strict=True)))
+
+
+def _gather(how: Experts, w: jax.Array, shards: ParamShards, dtype: jnp.dtype) -> jax.Array:
+    """Gather matrices [E, in, out] in `dtype`, rounded if `how` asks for it."""
+    if how.rounded:
+        # A block is a few inputs of one output. If the devices' parts cut blocks, round the whole matrix.
+        if shards.over and shards.axis == 1 and w.shape[1] % FP4.columns:
+            w, shards = shards.whole(w, w.dtype), WHOLE
+        w = fake_quantize(w.swapaxes(1, 2), FP4).swapaxes(1, 2)
+    return shards.whole(w, dtype)

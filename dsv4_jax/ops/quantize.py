@@ -105,15 +105,21 @@ def quantize(x: Array, form: Format) -> tuple[Array, Array]:
     # amax: largest magnitude of each block; blocks at the edges may be cut.
     pad = [(0, 0)] * (x.ndim - 2) + [(0, -R % form.rows), (0, -C % form.columns)]
     blocks = xp.pad(abs(x), pad).reshape(*x.shape[:-2], -(-R // form.rows), form.rows, -1, form.columns)
-    amax, most = blocks.max((-3, -1)), np.float32(_MOST[form.bits])
-    # The scale maps amax to at most the largest magnitude. Floors, which keep it normal, are those of the papers.
-    if form.scale == "e4m3":
-        scale = to_e4m3(xp.maximum(amax, most * np.float32(2.0**-9)) / most)
-    else:
-        scale = xp.maximum(amax, np.float32(1e-4) if form.bits == 8 else most * np.float32(2.0**-126)) / most
-        scale = pow2ceil(scale).astype(np.uint8) if form.scale == "e8m0" else scale
+    scale = _find_scale(blocks.max((-3, -1)), form)
+    scale = to_e4m3(scale) if form.scale == "e4m3" else scale
     scaled = x / scales_of(scale, form, range(R), range(C))
     return (pack(to_e2m1(scaled)) if form.bits == 4 else to_e4m3(scaled)), scale
+
+
+def _find_scale(amax: Array, form: Format) -> Array:
+    """Return the scale that maps the largest magnitude of a block to that of the format: a byte for `e8m0`, else fp32.
+
+    Floors, which keep it normal, are those of the papers.
+    """
+    most = np.float32(_MOST[form.bits])
+    small = most * np.float32(2.0**-9 if form.scale == "e4m3" else 2.0**-126)
+    scale = _namespace(amax).maximum(amax, np.float32(1e-4) if form.bits == 8 else small) / most
+    return pow2ceil(scale).astype(np.uint8) if form.scale == "e8m0" else scale
 
 
 def scales_of(scale: Array, form: Format, rows: range, columns: range) -> Array:
@@ -130,12 +136,39 @@ def dequantize(stored: Array, scale: Array, form: Format, columns: int) -> Array
 
 
 def fake_quantize(x: jax.Array, form: Format) -> jax.Array:
-    """Replace [..., R, C] by what its quantised form holds, in x's type; the gradient passes unchanged."""
+    """Replace [..., R, C] by what its quantised form holds, in x's type; the gradient passes unchanged.
+
+    Equal to `dequantize` of `quantize` to the last bit. It rounds by arithmetic: a table lookup would be slow on an
+    accelerator, and XLA may drop a conversion to a narrower type and back.
+    """
     return _fake(x, form)
 
 
-def _fake_value(x: jax.Array, form: Format) -> jax.Array:
-    return dequantize(*quantize(x.astype(jnp.float32), form), form, x.shape[-1]).astype(x.dtype)
+def fake_bfloat16(x: jax.Array) -> jax.Array:
+    """Round x to bfloat16, in x's type; the gradient passes unchanged."""
+    return _fake(x, None)
+
+
+def _fake_value(x: jax.Array, form: Format | None) -> jax.Array:
+    if form is None:
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    *lead, R, C = x.shape
+    padded = jnp.pad(x.astype(jnp.float32), [(0, 0)] * len(lead) + [(0, -R % form.rows), (0, -C % form.columns)])
+    down, across = padded.shape[-2] // form.rows, padded.shape[-1] // form.columns
+    blocks = padded.reshape(*lead, down, form.rows, across, form.columns)
+    scale = _find_scale(abs(blocks).max((-3, -1), keepdims=True), form)
+    scale = exp2(scale) if form.scale == "e8m0" else _round(scale, 8) if form.scale == "e4m3" else scale
+    value = _round(blocks / scale, form.bits) * scale
+    return value.reshape(padded.shape)[..., :R, :C].astype(x.dtype)
+
+
+def _round(x: jax.Array, bits: int) -> jax.Array:
+    """Round fp32 to the numbers of E2M1 (4 bits) or E4M3 (8 bits), ties to even, the largest above it."""
+    mantissa, smallest = {4: (1, 1.0), 8: (3, 2.0**-6)}[bits]  # bits of it, and the smallest normal number
+    step = smallest * 2.0**-mantissa  # between numbers below that
+    x = jnp.clip(x, -_MOST[bits], _MOST[bits])
+    normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=mantissa)
+    return jnp.where(abs(x) < smallest, jnp.round(x / step) * step, normal)
 
 
 _fake = jax.custom_jvp(_fake_value, nondiff_argnums=(1,))

@@ -39,7 +39,8 @@ def describe_model(cfg: ModelConfig) -> list[str]:
     if cfg.n_mtp_layers:
         kind = f"{cfg.n_mtp_layers} x [DSpark]" if cfg.dspark_target_layer_ids else LayerSpec("window").name
         lines.append(f"{'':10}  {'mtp':>6}  {kind}")
-    return [*lines, f"attention   {cfg.attention}, YaRN {'on' if cfg.yarn else 'off'}"]
+    lines.append(f"attention   {cfg.attention}, YaRN {'on' if cfg.yarn else 'off'}")
+    return [*lines, *[f"quantised   {', '.join(cfg.quantize)}"] * bool(cfg.quantize)]
 
 
 _UNITS = (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")

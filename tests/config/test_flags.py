@@ -216,3 +216,12 @@ def test_replace_takes_keys_checks_them_and_all_of_a_section_together():
         with pytest.raises(ds.ConfigError) as error:
             cfg.replace(changes)
         assert words in str(error.value)
+
+
+def test_a_list_of_words_for_one_stage():
+    """By a flag, and back from config.json, whose lists are tuples here."""
+    cfg = ds.load_config("configs/tiny_stages.py", ["--stages.2.model.quantize", "experts", "index"])
+    assert [stage.cfg.model.quantize for stage in cfg.resolved_stages] == [(), *[("experts", "index")] * 3]
+    assert config_from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
+    with pytest.raises(ds.ConfigError, match="expert"):
+        ds.load_config("configs/tiny_stages.py", ["--stages.2.model.quantize", "expert"])

@@ -20,6 +20,8 @@ def other_value(name: str, hint: type, value: object) -> object:
     """A value of the key that is not its default."""
     if name == "expert_exchange":  # the only one that has waves
         return "ragged"
+    if name == "quantize":
+        return ("experts", "index", "window", "entries")
     if choices := typing.get_args(hint):
         return next(choice for choice in choices if choice not in (value, "auto"))
     return not value if hint is bool else int(value) * 2

@@ -150,11 +150,32 @@ def test_laws_of_every_format(form, shape, seed, power):
 def test_fake_quantisation_is_straight_through(form):
     x = jax.random.normal(jax.random.key(0), (70, 70))
     x = x.at[:32, :32].set(0.0)  # a block of zeros stays zeros
-    y, pull = jax.vjp(lambda x: q.fake_quantize(x, form), x)
+    y, pull = jax.vjp(jax.jit(lambda x: q.fake_quantize(x, form)), x)
     np.testing.assert_array_equal(y, q.dequantize(*q.quantize(np.asarray(x), form), form, 70))
     assert (y[:32, :32] == 0).all()
     np.testing.assert_array_equal(pull(2 * x)[0], 2 * x)
     assert q.fake_quantize(x.astype(jnp.bfloat16), form).dtype == jnp.bfloat16
+    for empty in ((3, 0), (0, 70), (2, 0, 5)):
+        assert q.fake_quantize(jnp.zeros(empty), form).shape == empty
+    assert jnp.isnan(q.fake_quantize(x.at[0, 0].set(jnp.nan), form)[0, 0])
+    large = q.fake_quantize(x.at[0, 0].set(jnp.inf), form)[0, 0]
+    assert large == 6 * 448 if form.scale == "e4m3" else not jnp.isfinite(large)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_fake_quantisation_of_every_number_of_16_bits(form):
+    """Compiled, with the largest magnitude in every block, so that the scale is 1: what a cast to the type gives."""
+    most, dtype = (6.0, ml_dtypes.float4_e2m1fn) if form.bits == 4 else (448.0, ml_dtypes.float8_e4m3fn)
+    x = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    x = x[np.abs(x) <= most]
+    x = np.resize(x, (-(-x.size // 127), 127)).copy()
+    x[:: form.rows, :: form.columns] = most
+    y = jax.jit(lambda x: q.fake_quantize(x, form))(x)
+    want = x.astype(dtype).astype(np.float32)
+    np.testing.assert_array_equal(y, want)
+    np.testing.assert_array_equal(np.signbit(y), np.signbit(want))
+    exact = jax.jit(q.fake_bfloat16)(x + np.float32(1 / 3))
+    np.testing.assert_array_equal(exact, (x + np.float32(1 / 3)).astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
 def test_entries_are_exact_in_bf16():

@@ -70,6 +70,13 @@ def ruled_model(cfg: ds.ModelConfig, seed: int = 0) -> ds.DeepSeek:
     return model
 
 
+def computed_as(model: ds.DeepSeek, **compute: Any) -> ds.DeepSeek:
+    """The same model, computed in another way (keys of `ComputeConfig`)."""
+    cfg = dataclasses.replace(model.cfg, **compute)
+    graph = nnx.graphdef(jax.eval_shape(lambda: ds.DeepSeek(cfg, rngs=nnx.Rngs(0))))
+    return nnx.merge(graph, nnx.state(model))
+
+
 def forward() -> Callable[..., ds.Output]:
     """A fresh compiled forward pass (model, ids) -> Output."""
     return jax.jit(lambda model, ids: model(ids))
