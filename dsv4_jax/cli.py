@@ -80,11 +80,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data.add_argument("config", help="a configuration file, or the name of a shipped one")
     sample = commands.add_parser("sample", help="continue a prompt with a trained model")
     sample.add_argument("run", help="folder or address of a run, or RUN@STEP for the model of one of its checkpoints")
-    sample.add_argument("prompt", help="text to continue")
-    sample.add_argument("--tokens", type=int, default=256, help="tokens to add (default 256)")
+    sample.add_argument("prompt", nargs="?", help="text to continue; - reads it from the standard input")
+    sample.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='continue many: a line {"prompt": ...} each')
+    sample.add_argument("--interactive", action="store_true", help="continue the text with every line that is typed")
+    sample.add_argument("--image", default="", metavar="FILE", help="image to put before the prompt")
+    sample.add_argument("--tokens", type=int, default=256, help="tokens to add at most (default 256)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    sample.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0: from all (default)")
+    sample.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest with this probability")
+    sample.add_argument("--min-p", type=float, default=0.0, help="draw from those of this share of the likeliest's")
+    sample.add_argument("--stop", action="append", default=[], help="string before which the text ends; repeatable")
     sample.add_argument("--seed", type=int, default=0, help="seed of the draws")
-    sample.add_argument("--draft", action="store_true", help="decode with the draft blocks; prints the accepted share")
+    sample.add_argument("--rows", type=int, default=8, help="prompts of a file to continue at a time (default 8)")
+    sample.add_argument("--draft", type=int, nargs="?", const=-1, default=0, metavar="N", help=(
+        "draft N tokens at a time, without N as many as the draft blocks make; prints the accepted share"
+    ))  # fmt: skip
     sample.add_argument("--raw", action="store_true", help="write control characters as they are; not to a terminal")
     convert = commands.add_parser("convert", help="write a run's model, or published weights, as a folder of weights")
     convert.add_argument("source", metavar="FROM", help="a run, RUN@STEP, or a folder of safetensors files")
@@ -191,18 +201,40 @@ def _report(args: argparse.Namespace) -> None:
 def _sample(args: argparse.Namespace) -> None:
     if args.raw and sys.stdout.isatty():
         raise ConfigError("--raw: control characters could change the terminal; write to a pipe or a file")
-    config, run_dir = _read_run(args.run)
+    if (args.prompt is not None) + (args.prompts is not None) + args.interactive != 1:
+        raise ConfigError("sample needs one of PROMPT, --prompts FILE.jsonl and --interactive")
+    config, _ = _read_run(args.run)
     from dsv4_jax.data.tokenizer import load_tokenizer
-    from dsv4_jax.generate.sample import sample
+    from dsv4_jax.generate.command import Sampler, read_prompts, type_lines
+    from dsv4_jax.generate.request import make_request
     from dsv4_jax.train.checkpoint import load_model
 
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.border)
     model = load_model(config, args.run)  # the run may have been moved since config.json was written
-    if args.draft and not config.model.dspark_target_layer_ids:
-        raise ConfigError(f"--draft: the model of {run_dir} has no draft blocks")
-    text, speculated = sample(model, tokenizer, args.prompt, args.tokens, args.seed, args.temperature, draft=args.draft)
-    print(args.prompt + text if args.raw else printable(args.prompt + text))
-    if speculated is not None:
-        passes, drafted = int(speculated.passes), max(int(speculated.drafted), 1)
-        shares = ", ".join(f"{int(count) / drafted:.0%}" for count in speculated.accepted_n)
-        print(f"{args.tokens} tokens in {passes} passes; drafts accepted up to each slot: {shares}", file=sys.stderr)
+    options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")}
+    options |= {"max_tokens": args.tokens, "image": args.image}
+    draft = args.draft
+    if draft < 0:
+        draft = config.model.dspark_block_size if config.model.dspark_target_layer_ids else 1
+
+    def write(text: str) -> None:
+        sys.stdout.write(text if args.raw else printable(text))
+        sys.stdout.flush()
+
+    if args.prompts:
+        requests = read_prompts(args.prompts, model, tokenizer, **options)
+    elif args.interactive:
+        requests = []
+    else:
+        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+        requests = [make_request(prompt, model.cfg, tokenizer, **options)]
+    sampler = Sampler(model, tokenizer, requests, write, rows=args.rows, draft=draft)
+    if args.prompts:
+        sampler.write_all()
+    elif args.interactive:
+        sampler.converse(type_lines(), lambda line: make_request(line, model.cfg, tokenizer, **options))
+    else:
+        write(prompt)
+        sampler.stream()
+    for line in sampler.report():
+        print(line, file=sys.stderr)

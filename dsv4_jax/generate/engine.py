@@ -9,67 +9,24 @@ what a request gets does not depend on the others.
 
 import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from dsv4_jax.generate.programs import Chunk, embed_prompt, read_chunk
+from dsv4_jax.data.tokenizer import Tokenizer
+from dsv4_jax.generate.programs import Chunk, embed_prompt, read_chunk, read_drafts
+from dsv4_jax.generate.request import Request
 from dsv4_jax.generate.sampling import Rule
+from dsv4_jax.generate.speculate import check_width
+from dsv4_jax.generate.text import TextStream
 from dsv4_jax.mesh import BATCH, ensure_mesh
 from dsv4_jax.model.cache import grow, init_cache
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.token_types import TEXT
 from dsv4_jax.section import ConfigError
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-    """A prompt, and how it is to be continued.
-
-    Attributes:
-        ids: token ids of the prompt, at least one; a document begins with the tokenizer's border.
-        max_tokens: number of tokens to add.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw from the k likeliest tokens; 0: from all.
-        top_p: draw from the likeliest tokens that together have this probability.
-        min_p: draw from tokens whose probability is at least this share of that of the likeliest.
-        seed: seed of the draws, which follow from it and the token's position.
-        stop_ids: ids that end the text.
-        token_types: kinds of the prompt's positions, with images (see `Inputs`).
-        patches: patches of the images, [P, 3, p, p].
-        image_grids: places of the images, [n, 4], in row 0.
-
-    Raises:
-        ConfigError: for a value that cannot work, naming it.
-    """
-
-    ids: Sequence[int]
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    stop_ids: Collection[int] = ()
-    token_types: np.ndarray | None = None
-    patches: np.ndarray | None = None
-    image_grids: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        for name, fits, want in (
-            ("ids", len(self.ids) > 0, "at least one token"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < math.inf, "0 or above"),
-            ("top_k", self.top_k >= 0, "0 (all) or above"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("seed", -(2**31) <= self.seed < 2**32, "a number of 32 bits"),
-        ):
-            if not fits:
-                raise ConfigError(f"{name} = {getattr(self, name)!r} must be {want}")
 
 
 class Token(NamedTuple):
@@ -80,17 +37,17 @@ class Token(NamedTuple):
         id: the token.
         logprob: logarithm of its probability under the model, without temperature and limits.
         finish: why the text ends here: `stop` or `length`; None if it goes on.
+        text: text that is certain with this token; "" without a tokenizer.
         experts: experts of the tokens that were read for it, int32 [layers, tokens, k]; None unless they are kept.
             Together a request's arrays are the `forced_experts` of its text without the last token.
-        text: text that is certain with this token; "" without a tokenizer.
     """
 
     request: int
     id: int
     logprob: float
     finish: str | None
+    text: str
     experts: np.ndarray | None
-    text: str = ""
 
 
 @dataclasses.dataclass
@@ -103,6 +60,7 @@ class _Row:
     length: int = 0
     made: int = 0
     images: np.ndarray | None = None
+    stream: TextStream | None = None
     experts: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @property
@@ -117,11 +75,22 @@ class Generator:
         rows: number of rows of the cache.
         chunk: tokens of a prompt that one step reads.
         capacity: tokens for whose entries the cache has room; it doubles when a text needs more.
+        draft: tokens that are drafted at a time.
         steps: number of steps of each kind so far.
+        drafted: drafts of each row that were checked so far.
+        accepted: how many of them were accepted, for each place of a draft.
     """
 
     def __init__(
-        self, model: DeepSeek, rows: int = 8, *, chunk: int = 64, capacity: int = 256, keep_experts: bool = False
+        self,
+        model: DeepSeek,
+        rows: int = 8,
+        *,
+        chunk: int = 64,
+        capacity: int = 256,
+        draft: int = 0,
+        keep_experts: bool = False,
+        tokenizer: Tokenizer | None = None,
     ):
         """Make an empty cache on the current mesh.
 
@@ -130,19 +99,28 @@ class Generator:
             rows: number of requests to serve at a time, rounded up to a multiple of the mesh's data x expert.
             chunk: tokens of a prompt to read at a time, rounded up to a multiple of the mesh's context.
             capacity: tokens to make room for at first.
+            draft: tokens to draft at a time; 0: none.
             keep_experts: return the experts of all tokens.
+            tokenizer: makes the tokens' text.
+
+        Raises:
+            ConfigError: if the model cannot draft as many tokens.
         """
+        if draft:
+            check_width(model.cfg, draft)
         ensure_mesh()
         sizes = jax.sharding.get_abstract_mesh().shape
         self._devices = math.prod(sizes[axis] for axis in BATCH)
-        self.model, self.keep_experts = model, keep_experts
+        self.model, self.keep_experts, self.draft, self.tokenizer = model, keep_experts, draft, tokenizer
         self.rows, self.chunk = rows + -rows % self._devices, chunk + -chunk % sizes["context"]
         self._one = sizes["context"]  # tokens of a chunk that reads a single one
         self._leaves, self._tree = jax.tree.flatten(model)
-        self.cache = init_cache(model.cfg, self.rows, capacity)
+        self.cache = init_cache(model.cfg, self.rows, capacity, draft=draft > 0)
         self.steps = collections.Counter[str]()
+        self.drafted, self.accepted = 0, np.zeros(draft, int)
         self._table: list[_Row | None] = [None] * self.rows
         self._queue: collections.deque[_Row] = collections.deque()
+        self._done: dict[int, _Row] = {}  # the last finished request of each row
         self._added, self._last = 0, ""
 
     @property
@@ -160,20 +138,37 @@ class Generator:
         """Return whether there are unfinished requests."""
         return bool(self._queue) or any(self._table)
 
-    def add(self, request: Request) -> int:
+    def add(self, request: Request, after: int | None = None) -> int:
         """Queue a request; return its number.
 
+        Args:
+            request: the request.
+            after: number of a finished request whose text the prompt continues. Its tokens are still in the cache: as
+                long as its row serves no other one.
+
         Raises:
-            ConfigError: for ids that the model does not have, or images for a model without vision.
+            ConfigError: for ids that the model does not have, stop strings without a tokenizer, or another row that
+                was taken.
         """
         ids, vocab = np.asarray(request.ids), self.model.cfg.vocab_size
         if ids.min() < 0 or ids.max() >= vocab:
             raise ConfigError(f"the ids of a prompt must be 0 to {vocab - 1}, found {ids.min()} to {ids.max()}")
+        if request.stop and self.tokenizer is None:
+            raise ConfigError("stop: strings need a tokenizer; stop_ids are token ids")
         row = _Row(self._added, request, list(map(int, ids)))
+        if self.tokenizer is not None:
+            row.stream = TextStream(self.tokenizer, request.stop)
         if request.patches is not None:
             row.images = self._embed_images(request)
-        self._queue.append(row)
         self._added += 1
+        if after is None:
+            self._queue.append(row)
+            return row.number
+        i, old = next(((i, old) for i, old in self._done.items() if old.number == after), (0, None))
+        if old is None or self._table[i] is not None:
+            raise ConfigError(f"request {after} is not finished, or its row serves another one: its text cannot go on")
+        row.length, row.pending = old.length, [*old.pending, *row.pending]
+        self._table[i] = row
         return row.number
 
     def cancel(self, number: int) -> None:
@@ -197,7 +192,8 @@ class Generator:
 
     def _read(self, rows: list[tuple[int, _Row]], T: int) -> list[Token]:
         """Read the next tokens of some rows, T at most, and draw a token where none is pending after them."""
-        self._make_room(max(row.length + min(T, len(row.pending)) for _, row in rows))
+        drafts = self.draft if self._last == "token" else 0
+        self._make_room(max(row.length + min(T, len(row.pending)) + drafts for _, row in rows))
         ids, n, length = (
             np.zeros((self.rows, T), np.int32),
             np.zeros(self.rows, np.int32),
@@ -209,28 +205,50 @@ class Generator:
             n[i] = min(T, len(row.pending))
             ids[i, : n[i]] = row.pending[: n[i]]
         chunk = Chunk(ids, n, length, self._rule(), *self._images(rows, T))
-        cache, drawn = read_chunk(self._leaves, self.cache, chunk, tree=self._tree, keep_experts=self.keep_experts)
-        self.cache = cache
+        run = functools.partial(read_drafts, width=drafts) if drafts else read_chunk
+        self.cache, drawn = run(self._leaves, self.cache, chunk, tree=self._tree, keep_experts=self.keep_experts)
         drawn = jax.tree.map(np.asarray, drawn)
         made = []
         for i, row in rows:
-            row.length, row.pending = row.length + int(n[i]), row.pending[n[i] :]
+            kept = int(drawn.kept_B[i])  # drafts that were accepted were read as well
+            row.length, row.pending = row.length + int(n[i]) + kept, row.pending[n[i] :]
             if self.keep_experts:
-                row.experts.append(np.stack([layer[i, : n[i]] for layer in drawn.experts]))
+                row.experts.append(np.stack([layer[i, : n[i] + kept] for layer in drawn.experts]))
+            if drafts:
+                self.drafted += 1
+                self.accepted += np.arange(drafts) < kept
             if not row.pending:
-                made.append(self._take(i, row, int(drawn.token_B[i]), float(drawn.logprob_B[i])))
+                made += self._take(i, row, drawn.token_Bm[i, : kept + 1], drawn.logprob_Bm[i])
         return made
 
-    def _take(self, i: int, row: _Row, token: int, logprob: float) -> Token:
-        """Add a token to the text of a row; free the row if the text ends."""
-        row.made, row.pending = row.made + 1, [token]
-        stop, full = token in row.request.stop_ids, row.made == row.request.max_tokens
-        finish = "stop" if stop else "length" if full else None
-        if finish:
-            self._table[i] = None
+    def _take(self, i: int, row: _Row, tokens: np.ndarray, logprobs: np.ndarray) -> list[Token]:
+        """Add tokens to the text of a row, up to its end; free the row if the text ends."""
+        # Those after the first were read with it: each has the experts of the token before.
         experts = np.concatenate(row.experts, axis=1) if row.experts else None
-        row.experts = []
-        return Token(row.number, token, logprob, finish, experts)
+        cuts = (
+            None
+            if experts is None
+            else np.split(experts, range(experts.shape[1] - len(tokens) + 1, experts.shape[1]), 1)
+        )
+        row.experts, made = [], []
+        for j, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=False)):
+            row.made += 1
+            stop, full = token in row.request.stop_ids, row.made == row.request.max_tokens
+            finish = "stop" if stop else "length" if full else None
+            text = ""
+            if row.stream is not None:
+                text = "" if stop else row.stream.add(token)
+                text += row.stream.end() if finish and not row.stream.stopped else ""
+                finish = "stop" if row.stream.stopped else finish
+            made.append(Token(row.number, token, logprob, finish, text, None if cuts is None else cuts[j]))
+            if finish:
+                # A text that goes on reads its last token first; drafts that were kept after it are forgotten.
+                row.length -= len(tokens) - 1 - j
+                row.pending = [] if stop else [token]
+                self._table[i], self._done[i] = None, row
+                return made
+        row.pending = [int(tokens[-1])]
+        return made
 
     def _make_room(self, length: int) -> None:
         capacity = self.capacity

@@ -3,7 +3,7 @@
 
 The model comes as its leaves and their tree, since flattening it anew would take longer than calling a program.
 
-Letters: B rows, T tokens of a chunk, D width, V token ids.
+Letters: B rows, T tokens of a chunk, n drafts, m = n + 1, D width, V token ids.
 """
 
 import dataclasses
@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.generate.sampling import Rule, apply_rule, draw
-from dsv4_jax.mesh import BATCH, row_spec
+from dsv4_jax.generate import speculate
+from dsv4_jax.generate.sampling import Rule, accept, apply_rule, draw, over_rows
+from dsv4_jax.mesh import row_spec
+from dsv4_jax.model.block import Hidden
 from dsv4_jax.model.cache import Cache, commit
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.inputs import Inputs
@@ -44,10 +46,18 @@ class Chunk(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What a step draws: the token after the last one of each row, its log-probability, and all experts by layer."""
+    """What a step draws after the tokens that it reads.
 
-    token_B: jax.Array
-    logprob_B: jax.Array
+    Attributes:
+        token_Bm: tokens of each row.
+        logprob_Bm: logarithms of their probabilities under the model, without temperature and limits.
+        kept_B: number of drafts among them that were accepted; one more token is real.
+        experts: experts of all tokens that were read, [B, T, k] of each layer; None unless they are kept.
+    """
+
+    token_Bm: jax.Array
+    logprob_Bm: jax.Array
+    kept_B: jax.Array
     experts: list[jax.Array] | None
 
 
@@ -56,34 +66,70 @@ def read_chunk(
     leaves: list[jax.Array], cache: Cache, chunk: Chunk, *, tree: Any, keep_experts: bool
 ) -> tuple[Cache, Drawn]:
     """Read a chunk into the cache, and draw the token after it."""
-    model: DeepSeek = jax.tree.unflatten(tree, leaves)
-    cache = dataclasses.replace(cache, length_B=jax.reshard(jnp.asarray(chunk.length_B), row_spec(1)))
+    model, cache = _unpack(leaves, tree, cache, chunk)
     ids, n_B, embeddings = jnp.asarray(chunk.ids_BT), jnp.asarray(chunk.n_B), None
     if chunk.images_BTD is not None:
         e_BTD = jax.reshard(model.embed_ids(ids, model.cfg.dtype), row_spec(3))
         image_BT1 = jax.reshard(jnp.asarray(chunk.types_BT) != TEXT, row_spec(2))[..., None]
         embeddings = jnp.where(image_BT1, jax.reshard(chunk.images_BTD, row_spec(3)), e_BTD)
     out, pending = model.extend(cache, ids, n_B, embeddings=embeddings, token_types=chunk.types_BT)
-    token_B, logprob_B = draw_next(model, out.h, n_B, chunk.length_B + n_B, chunk.rule)
-    experts = [replicated(report.experts) for report in out.layers] if keep_experts else None
-    return commit(pending, n_B), Drawn(replicated(token_B), replicated(logprob_B), experts)
-
-
-def draw_next(
-    model: DeepSeek, h_BTD: jax.Array, n_B: jax.Array, position_B: jax.Array, rule: Rule
-) -> tuple[jax.Array, jax.Array]:
-    """Draw the token after the n-th of each row, to stand at `position`; also return its log-probability."""
 
     def rows(h_BTD: jax.Array, n_B: jax.Array, position_B: jax.Array, rule: Rule, head: jax.Array):
         h_BD = jnp.take_along_axis(h_BTD, jnp.maximum(n_B - 1, 0)[:, None, None], axis=1)[:, 0]
         logits_BV = head_logits(h_BD, head)
         token_B = draw(apply_rule(rule, logits_BV), rule.seed_B, position_B)
-        picked_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV, axis=-1), token_B[:, None], axis=1)[:, 0]
-        return token_B, picked_B
+        return token_B[:, None], _logprobs(logits_BV[:, None], token_B[:, None]), jnp.zeros_like(token_B)
 
-    by_row = lambda tree: jax.tree.map(lambda x: jax.reshard(jnp.asarray(x), row_spec(jnp.ndim(x))), tree)
-    run = jax.shard_map(rows, in_specs=(*[jax.P(BATCH)] * 4, jax.P()), out_specs=jax.P(BATCH))
-    return run(*by_row((h_BTD, n_B, position_B, rule)), whole(model.head))
+    drawn = over_rows(rows, (out.h, n_B, chunk.length_B + n_B, chunk.rule), whole(model.head))
+    return commit(pending, n_B), _drawn(drawn, out, keep_experts)
+
+
+@functools.partial(jax.jit, static_argnames=("tree", "keep_experts", "width"), donate_argnames="cache")
+def read_drafts(
+    leaves: list[jax.Array], cache: Cache, chunk: Chunk, *, tree: Any, keep_experts: bool, width: int
+) -> tuple[Cache, Drawn]:
+    """Draft `width` tokens after the first of the chunk, read all, and keep those that the model accepts.
+
+    The text is distributed as without drafts; text of likeliest tokens is the same.
+    """
+    model, cache = _unpack(leaves, tree, cache, chunk)
+    active_B, token_B = jnp.asarray(chunk.n_B), jnp.asarray(chunk.ids_BT)[:, 0]
+    active_B, token_B = (jax.reshard(x, row_spec(1)) for x in (active_B, token_B))
+    drafts_Bn, log_q_BnV = speculate.draft(model, cache, token_B, active_B > 0, chunk.rule, width)
+    ids_BT = jnp.concatenate([token_B[:, None], drafts_Bn], axis=1)
+    ids_BT = jnp.pad(ids_BT, [(0, 0), (0, -(width + 1) % jax.sharding.get_abstract_mesh().shape["context"])])
+    out, pending = model.extend(cache, ids_BT, active_B * (width + 1))
+
+    def rows(h_BTD, drafts_Bn, log_q_BnV, length_B, rule: Rule, head: jax.Array):
+        logits_BmV = head_logits(h_BTD[:, : width + 1], head)
+        log_p_BmV = apply_rule(rule, logits_BmV)
+
+        def row(seed, length, drafts_n, log_q_nV, log_p_mV):
+            key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), length), width)
+            kept_n, instead_m = accept(key, drafts_n, jnp.exp(log_q_nV), jnp.exp(log_p_mV))
+            return kept_n.sum(), jnp.where(jnp.arange(width + 1) < kept_n.sum(), jnp.pad(drafts_n, (0, 1)), instead_m)
+
+        kept_B, token_Bm = jax.vmap(row)(rule.seed_B, length_B, drafts_Bn, log_q_BnV, log_p_BmV)
+        return token_Bm, _logprobs(logits_BmV, token_Bm), kept_B
+
+    drawn = over_rows(rows, (out.h, drafts_Bn, log_q_BnV, cache.length_B, chunk.rule), whole(model.head))
+    return commit(pending, active_B * (drawn[2] + 1)), _drawn(drawn, out, keep_experts)
+
+
+def _unpack(leaves: list[jax.Array], tree: Any, cache: Cache, chunk: Chunk) -> tuple[DeepSeek, Cache]:
+    """Make the model, and a cache with the lengths of the chunk."""
+    length_B = jax.reshard(jnp.asarray(chunk.length_B), row_spec(1))
+    return jax.tree.unflatten(tree, leaves), dataclasses.replace(cache, length_B=length_B)
+
+
+def _logprobs(logits_BmV: jax.Array, token_Bm: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(jax.nn.log_softmax(logits_BmV, axis=-1), token_Bm[..., None], axis=-1)[..., 0]
+
+
+def _drawn(drawn: tuple[jax.Array, ...], out: Hidden, keep_experts: bool) -> Drawn:
+    """Collect results, which any process can read."""
+    experts = [report.experts for report in out.layers] if keep_experts else None
+    return jax.tree.map(lambda x: jax.reshard(x, jax.P()), Drawn(*drawn, experts))
 
 
 @functools.partial(jax.jit, static_argnames="tree")
@@ -91,9 +137,4 @@ def embed_prompt(leaves: list[jax.Array], ids: Any, types: Any, patches: Any, gr
     """Compute the embeddings [S, D] of a prompt with images, whose row is repeated for every row of devices."""
     model: DeepSeek = jax.tree.unflatten(tree, leaves)
     inputs = Inputs(jnp.asarray(ids), token_types=types, patches=patches, image_grids=grids)
-    return replicated(model.embed_inputs(inputs.checked(model.cfg))[0])[0].astype(jnp.float32)
-
-
-def replicated(x: jax.Array) -> jax.Array:
-    """Give every device all of an array, so that any process can read it."""
-    return jax.reshard(x, jax.P())
+    return jax.reshard(model.embed_inputs(inputs.checked(model.cfg))[0], jax.P())[0].astype(jnp.float32)

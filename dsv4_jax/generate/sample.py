@@ -1,61 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Continue a prompt with tokens drawn from the model."""
+"""Continue a prompt for a look at the model: the sample at the end of a run."""
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dsv4_jax.data.batch import HostBatch
 from dsv4_jax.data.tokenizer import Tokenizer
-from dsv4_jax.generate.speculate import Speculated, speculate
-from dsv4_jax.mesh import BATCH, ensure_mesh
+from dsv4_jax.generate import generate
 from dsv4_jax.model.deepseek import DeepSeek
-from dsv4_jax.model.inputs import Inputs
-from dsv4_jax.model.params import whole
 from dsv4_jax.model.token_types import TEXT
-from dsv4_jax.ops.cross_entropy import head_logits
 
 
-def sample(
-    model: DeepSeek,
-    tokenizer: Tokenizer,
-    prompt: str,
-    n: int,
-    seed: int,
-    temperature: float = 0.8,
-    draft: bool = False,
-    past_end: bool = False,
-) -> tuple[str, Speculated | None]:
-    """Return the text of at most `n` tokens after `prompt`, which starts a document.
+def sample(model: DeepSeek, tokenizer: Tokenizer, prompt: str, n: int, seed: int, temperature: float = 0.8) -> str:
+    """Return the text of `n` tokens after `prompt`, which starts a document; each document is on a line of its own."""
+    ids = [tokenizer.border, *map(int, tokenizer.encode([prompt])[0])]
+    tokens = generate(model, [ids], max_tokens=n, seed=seed, temperature=temperature)
+    return "\n".join(filter(None, split_documents([token.id for token in tokens], tokenizer)))
 
-    The whole row is computed again for every token: right for a look at a small model.
 
-    Args:
-        temperature: divides the logits; 0 takes the most likely token.
-        draft: propose tokens with the draft blocks, and return their statistics beside the text.
-        past_end: return all `n` tokens, each document on a line of its own. False: stop where the model ends the
-            document.
-    """
-    (start,), border = tokenizer.encode([prompt]), tokenizer.border
-    with ensure_mesh():
-        multiple = jax.sharding.get_abstract_mesh().shape["context"]
-    length = 1 + len(start) + n
-    ids = np.zeros((1, length + -length % multiple), np.int32)
-    ids[0, : 1 + len(start)] = [border, *start]
-    first, speculated = jnp.int32(1 + len(start)), None
-    if draft:
-        speculated = speculate(model, jnp.asarray(ids[0]), first, seed, temperature, greedy=temperature == 0)
-        out = np.asarray(speculated.ids_S)
-    else:
-        out = np.asarray(_continue(model, jnp.asarray(ids), first, seed, temperature))[0]
-    out = out[1 + len(start) : length]
-    ends = np.flatnonzero((out == border) | (out >= tokenizer.size))
-    parts = np.split(out, ends)  # every part but the first begins with what ends the one before
-    texts = [tokenizer.decode(parts[0]), *(tokenizer.decode(part[1:]) for part in parts[1:])]
-    return ("\n".join(filter(None, texts)) if past_end else texts[0]), speculated
+def split_documents(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
+    """Return the text of each document; an id that the tokenizer does not have ends one too."""
+    array = np.asarray(ids)
+    ends = np.flatnonzero((array == tokenizer.border) | (array >= tokenizer.size))
+    parts = np.split(array, ends)  # every part but the first begins with what ends the one before
+    return [tokenizer.decode(parts[0]), *(tokenizer.decode(part[1:]) for part in parts[1:])]
 
 
 def held_out_prompt(batches: Iterable[HostBatch], tokenizer: Tokenizer, most: int = 48) -> str:
@@ -74,21 +43,3 @@ def held_out_prompt(batches: Iterable[HostBatch], tokenizer: Tokenizer, most: in
         if len(best):
             break
     return tokenizer.decode(best[1 : 1 + min(most, len(best) // 2)])
-
-
-@jax.jit
-def _continue(model: DeepSeek, ids: jax.Array, first: jax.Array, seed: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Fill ids [1, L] from position `first` on, one token a pass; later positions do not change earlier ones."""
-    key = jax.random.key(seed)
-    sizes = jax.sharding.get_abstract_mesh().shape
-    rows = math.prod(sizes[axis] for axis in BATCH)  # equal rows, one for each device
-
-    def step(t: jax.Array, ids: jax.Array) -> jax.Array:
-        h = model.hidden(Inputs(jnp.tile(ids, (rows, 1))), with_mtp=False).h
-        h = jax.lax.dynamic_slice_in_dim(jax.reshard(h, jax.P()), t - 1, 1, axis=1)[0, 0]
-        logits = head_logits(h, whole(model.head))
-        noise = jax.random.gumbel(jax.random.fold_in(key, t), logits.shape)
-        token = jnp.argmax(logits + temperature * noise)
-        return jax.lax.dynamic_update_slice(ids, token.astype(ids.dtype)[None, None], (0, t))
-
-    return jax.lax.fori_loop(first, ids.shape[1], step, ids)

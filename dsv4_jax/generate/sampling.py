@@ -4,10 +4,13 @@
 Letters: B rows, V token ids, m tokens of a row, n drafted tokens of a row, m = n + 1.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from dsv4_jax.mesh import BATCH, row_spec
 
 
 class Rule(NamedTuple):
@@ -28,8 +31,24 @@ class Rule(NamedTuple):
     seed_B: Any
 
 
-def apply_rule(rule: Rule, logits_BV: jax.Array) -> jax.Array:
-    """Compute the logarithms of the probabilities that tokens are drawn with, fp32 [B, V]; -inf for those left out."""
+def over_rows(run: Callable[..., Any], rows: Any, *others: Any) -> Any:
+    """Run a function of arrays [B, ...], and of others that are whole on every device, for each device's rows."""
+    split = jax.tree.map(lambda x: jax.reshard(jnp.asarray(x), row_spec(jnp.ndim(x))), rows)
+    in_specs = (*[jax.P(BATCH)] * len(split), *[jax.P()] * len(others))
+    return jax.shard_map(run, in_specs=in_specs, out_specs=jax.P(BATCH))(*split, *others)
+
+
+def apply_rule(rule: Rule, logits: jax.Array) -> jax.Array:
+    """Compute the logarithms of the probabilities that tokens are drawn with, fp32; -inf for those left out.
+
+    Args:
+        rule: rules of the rows.
+        logits: [B, V], or [B, m, V] for several tokens of each row.
+    """
+    if logits.ndim == 3:
+        m, flat = logits.shape[1], logits.reshape(-1, logits.shape[-1])
+        return apply_rule(Rule(*(jnp.repeat(x, m) for x in rule)), flat).reshape(logits.shape)
+    logits_BV = logits
     temperature, top_k, top_p, min_p = (x[:, None] for x in rule[:4])
     scaled = logits_BV / jnp.where(temperature > 0, temperature, 1.0)
 

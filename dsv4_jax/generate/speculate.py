@@ -1,123 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode speculatively with DSpark: the drafter proposes several tokens, one pass of the model accepts some of them.
+"""Draft a few tokens of every row, to be checked by one pass of the model (V3 section 2.2, V4.1 section 2.4.3).
 
-The text is distributed as without drafts; greedy text is the same. Every pass computes the whole row again, so this
-measures acceptance and is no fast decoder.
+Both drafters have the same signature. They read what `extend` and `commit` keep for them in the cache, so a rejected
+draft leaves no trace. Letters: B rows, n drafted tokens, m = n + 1, V token ids, A anchors of a row.
 """
 
-import functools
-import math
-from typing import Any, NamedTuple
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 
-from dsv4_jax.mesh import BATCH, act_spec
-from dsv4_jax.model.block import Hidden
+from dsv4_jax.generate.sampling import Rule, apply_rule, draw, over_rows
+from dsv4_jax.mesh import act_spec, row_spec
+from dsv4_jax.model.cache import Cache
+from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.model.decode import extend_mtp
 from dsv4_jax.model.deepseek import DeepSeek
-from dsv4_jax.model.dspark import Anchors, propose
-from dsv4_jax.model.inputs import Inputs
+from dsv4_jax.model.dspark import Anchors, compute_drafts, propose
 from dsv4_jax.model.params import whole
 from dsv4_jax.ops.cross_entropy import head_logits
+from dsv4_jax.section import ConfigError
+
+_DRAFTS = 2**30  # positions of the random numbers of drafts, which must not be those of the tokens
 
 
-class Speculated(NamedTuple):
-    """A continued row, and how the drafts fared.
+def check_width(cfg: ModelConfig, n: int) -> None:
+    """Check that the model can draft n tokens at a time.
 
-    Attributes:
-        ids_S: the row, filled to its end.
-        passes: passes of the model, the first one over the prompt included.
-        accepted_n: how often the draft of each slot was accepted.
-        drafted: drafts made.
+    Raises:
+        ConfigError: if it has no draft blocks, or DSpark drafts fewer.
     """
-
-    ids_S: jax.Array
-    passes: jax.Array
-    accepted_n: jax.Array
-    drafted: jax.Array
-
-
-def accept_likeliest(drafts_n: jax.Array, logits_mV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Accept drafts as `accept` does, where every token must be the likeliest one."""
-    likeliest_m = jnp.argmax(logits_mV, axis=-1)
-    return jnp.cumprod(drafts_n == likeliest_m[:-1]), likeliest_m
+    if not cfg.n_mtp_layers:
+        raise ConfigError(f"draft = {n}: the model has no draft blocks")
+    if cfg.dspark_target_layer_ids and n > cfg.dspark_block_size:
+        raise ConfigError(f"draft = {n} must be at most model.dspark_block_size = {cfg.dspark_block_size}")
 
 
-def accept(key: jax.Array, drafts_n: jax.Array, q_nV: jax.Array, p_mV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Accept drafts by rejection sampling; return what is kept, 1s then 0s [n], and replacements [n + 1].
-
-    A draft x, drawn from q, is kept with probability min(1, p(x) / q(x)). The first that is not kept is replaced by a
-    draw from max(p - q, 0), normalised. So the tokens are distributed as if drawn from p. If all n are kept, entry n
-    is one more token from p.
+def draft(
+    model: DeepSeek, cache: Cache, token_B: jax.Array, active_B: jax.Array, rule: Rule, n: int
+) -> tuple[jax.Array, jax.Array]:
+    """Draft the n tokens after `token`, which follows those of the cache.
 
     Args:
-        key: of the draws.
-        drafts_n: drafted tokens.
-        q_nV: the distributions that they were drawn from.
-        p_mV: those that they should have been drawn from, m = n + 1.
+        model: a model with an MTP block or draft blocks.
+        cache: a cache made with `draft`.
+        token_B: last token of each row.
+        active_B: whether the row has one.
+        rule: how each row draws its tokens.
+        n: number of tokens.
+
+    Returns:
+        Drafted tokens [B, n], and the logarithms of the probabilities [B, n, V] that they were drawn with.
     """
-    take = lambda x_nV: jnp.take_along_axis(x_nV, drafts_n[:, None], axis=1)[:, 0]
-    chance_n = jax.random.uniform(jax.random.fold_in(key, 0), drafts_n.shape)
-    kept_n = jnp.cumprod(chance_n * take(q_nV) < take(p_mV[:-1]))
-    left_mV = jnp.maximum(p_mV - jnp.pad(q_nV, ((0, 1), (0, 0))), 0.0)
-    return kept_n, jax.random.categorical(jax.random.fold_in(key, 1), jnp.log(left_mV))
+    run = _draft_dspark if model.cfg.dspark_target_layer_ids else _draft_mtp
+    return run(model, cache, token_B, active_B, rule, n)
 
 
-@functools.partial(jax.jit, static_argnames="greedy")
-def speculate(
-    model: DeepSeek, ids_S: jax.Array, first: Any, seed: Any, temperature: Any, *, greedy: bool = False
-) -> Speculated:
-    """Fill ids [S] from position `first` (at least 1) on, given all tokens before it.
+def _draft_mtp(
+    model: DeepSeek, cache: Cache, token_B: jax.Array, active_B: jax.Array, rule: Rule, n: int
+) -> tuple[jax.Array, jax.Array]:
+    """Draft with the MTP block, one token after another. After the first it reads its own streams."""
+    behind = cache.history.mtp
+    assert behind is not None
+    recent, kept = behind.recent, behind.recent.window_BUK.shape[2]
+    x_BND = behind.streams_RBUND[0, :, 0]
+    drafts, chances = [], []
+    for i in range(n):
+        before = dataclasses.replace(cache, length_B=cache.length_B + i)
+        chunk = _as_chunk(token_B), active_B, _as_chunk(x_BND)
+        h_BTD, report, tokens = extend_mtp(model, before, recent, *chunk)
+        recent = jax.tree.map(lambda a: a[:, :, 1 : 1 + kept], tokens)
+        assert report.collected.streams is not None
+        x_BND = jax.reshard(report.collected.streams, row_spec(4))[:, 0]
+        logits_BV = over_rows(head_logits, (h_BTD,), whole(model.head))[:, 0]
+        token_B, log_q_BV = over_rows(_draw, (rule, logits_BV, before.length_B))
+        drafts.append(token_B)
+        chances.append(log_q_BV)
+    return jnp.stack(drafts, axis=1), jnp.stack(chances, axis=1)
 
-    Args:
-        model: a model with draft blocks.
-        ids_S: token ids.
-        first: first position to fill.
-        seed: of the draws.
-        temperature: divides all logits; not read if `greedy`, which takes the likeliest tokens.
-    """
-    n, S = model.cfg.dspark_block_size, len(ids_S)
-    sizes = jax.sharding.get_abstract_mesh().shape
-    rows = math.prod(sizes[axis] for axis in BATCH)  # equal rows, one for each device
+
+def _draft_dspark(
+    model: DeepSeek, cache: Cache, token_B: jax.Array, active_B: jax.Array, rule: Rule, n: int
+) -> tuple[jax.Array, jax.Array]:
+    """Draft with the draft blocks, from an anchor that stands behind the W positions of their context."""
+    cfg, W = model.cfg, model.cfg.window_size
+    contexts_RBWK = cache.history.drafts_RBUK
+    assert contexts_RBWK is not None
     # Anchors are split over `context`, so each of its devices has one; only the first is real.
-    anchors = sizes["context"]
-    key = jax.random.key(seed)
+    one = jnp.arange(jax.sharding.get_abstract_mesh().shape["context"]) == 0
+    spread = lambda x_B: jax.reshard(jnp.broadcast_to(x_B[:, None], (len(x_B), len(one))), act_spec(2))
+    position_BA = jnp.where(spread(active_B) & one, W, -1)
+    anchors = Anchors(spread(token_B), position_BA, spread(W - cache.length_B))
+    read = lambda number, _: contexts_RBWK[number]
+    made = compute_drafts(model, read, anchors, lambda ids: model.embed_ids(ids, cfg.dtype), cfg.dtype)
 
-    def read(ids_S: jax.Array) -> Hidden:
-        return model.hidden(Inputs(jnp.tile(ids_S, (rows, 1))), with_mtp=False, collect=["features"])
+    def next_token(logits_BAV: jax.Array, k: jax.Array) -> jax.Array:
+        rows = rule, jax.reshard(logits_BAV, row_spec(3))[:, 0], cache.length_B + k
+        return spread(over_rows(_draw, rows)[0])
 
-    def one(x: jax.Array) -> jax.Array:
-        """Return the first row, replicated on every device."""
-        return jax.reshard(x, jax.P())[0]
+    proposal = propose(model, made, anchors, next_token)
+    token_BAn, logits_BAnV = (jax.reshard(x, row_spec(x.ndim)) for x in (proposal.token_BAn, proposal.logits_BAnV))
+    return token_BAn[:, 0, :n], over_rows(apply_rule, (rule, logits_BAnV[:, 0, :n]))
 
-    def draft_round(carry: tuple[Any, ...]):
-        ids_S, t, out, passes, accepted_n, drafted = carry
-        # t is the first empty position: draft n tokens after the anchor at t - 1.
-        draw = jax.random.fold_in(key, t)
-        token = jnp.broadcast_to(jax.lax.dynamic_index_in_dim(ids_S, t - 1), (rows, anchors))
-        position = jnp.broadcast_to(jnp.where(jnp.arange(anchors) == 0, t - 1, -1), (rows, anchors))
-        at = Anchors(*(jax.reshard(x, act_spec(2)) for x in (token, position, jnp.zeros_like(position))))
-        noise = None if greedy else jax.random.fold_in(draw, 0)
-        made = propose(model, model.draft(out, at), at, noise, 1.0 if greedy else temperature)
-        drafts_n, q_nV = one(made.token_BAn)[0], one(made.logits_BAnV)[0]
-        # Write the drafts into the row, which the last ones may exceed, and read it: p_mV is what the model predicts
-        # after the anchor and after each draft.
-        ids = jax.lax.dynamic_update_slice_in_dim(jnp.pad(ids_S, (0, n)), drafts_n.astype(ids_S.dtype), t, 0)[:S]
-        out = read(ids)
-        after_anchor = jax.lax.dynamic_slice_in_dim(jnp.pad(one(out.h), ((0, n), (0, 0))), t - 1, n + 1)
-        p_mV = head_logits(after_anchor, whole(model.head))
-        if greedy:
-            kept_n, instead_m = accept_likeliest(drafts_n, p_mV)
-        else:
-            p_mV, q_nV = jax.nn.softmax(p_mV / temperature), jax.nn.softmax(q_nV / temperature)
-            kept_n, instead_m = accept(jax.random.fold_in(draw, 1), drafts_n, q_nV, p_mV)
-        # Keep the accepted drafts, put the replacement after them, and go on behind it.
-        room, kept = S - 1 - t, kept_n.sum()
-        ids = jnp.where((jnp.arange(S) == t + kept) & (kept <= room), instead_m[kept].astype(ids.dtype), ids)
-        return ids, t + jnp.minimum(kept, room) + 1, out, passes + 1, accepted_n + kept_n, drafted + 1
 
-    start = read(ids_S)
-    zero = jnp.zeros((), jnp.int32)
-    carry = (ids_S, jnp.asarray(first, jnp.int32), start, zero + 1, jnp.zeros(n, jnp.int32), zero)
-    ids_S, _, _, passes, accepted_n, drafted = jax.lax.while_loop(lambda carry: carry[1] < S, draft_round, carry)
-    return Speculated(ids_S, passes, accepted_n, drafted)
+def _as_chunk(x_B: jax.Array) -> jax.Array:
+    """Make the smallest chunk [B, T, ...] that the mesh allows, whose first token is x [B, ...]."""
+    more = jax.sharding.get_abstract_mesh().shape["context"] - 1
+    chunk = jnp.pad(x_B[:, None], [(0, 0), (0, more), *[(0, 0)] * (x_B.ndim - 1)])
+    return jax.reshard(chunk, act_spec(chunk.ndim))
+
+
+def _draw(rule: Rule, logits_BV: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Draw a draft of the token after the next of rows of some length; also return the logarithms of its chances."""
+    log_q_BV = apply_rule(rule, logits_BV)
+    return draw(log_q_BV, rule.seed_B, length_B + _DRAFTS), log_q_BV

@@ -24,14 +24,14 @@ class Tokens(NamedTuple):
 
     Attributes:
         ids_BS: token ids.
-        tables: integer and angle tables of the packed rows.
+        tables: integer and angle tables of the packed rows; None for slots of draft blocks.
         real_BS: bool, positions that are no padding.
         image_BS: bool, positions of images, delimiters included; None without images.
         engram_rows_BSLC: rows of the Engrams' tables; None without Engrams.
     """
 
     ids_BS: jax.Array
-    tables: Tables
+    tables: Tables | None
     real_BS: jax.Array
     image_BS: jax.Array | None = None
     engram_rows_BSLC: jax.Array | None = None
@@ -158,7 +158,8 @@ class Block(nnx.Module):
 
         With a cache, `tokens` are a chunk that follows the tokens of the cache, and there is no balance loss.
         """
-        cfg = self.cfg
+        cfg, tables = self.cfg, tokens.tables
+        assert tables is not None
         x_BSND = carry.x_BSND
         # The Engram adds to the streams of text positions.
         if self.spec.engram >= 0:
@@ -174,7 +175,7 @@ class Block(nnx.Module):
             mix = hyper.compute_mix(x_BSND, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, cfg)
             pre = mix.pre_BSN if carry.pre_BSN is None else carry.pre_BSN
             u = rms_norm(hyper.collapse(x_BSND, pre), cfg.norm_eps, self.attn_norm)
-            y, attended, shared, update = self.attn(u, carry.shared, tokens.tables, dtype, cache)
+            y, attended, shared, update = self.attn(u, carry.shared, tables, dtype, cache)
             x_BSND = hyper.expand(y, x_BSND, mix)
 
         # So do the experts.
@@ -185,7 +186,7 @@ class Block(nnx.Module):
             experts=routing.experts_BSk,
             load=self.load(routing, tokens),
             clamped=clamped,
-            balance=jnp.zeros(()) if unbalanced else moe.compute_balance_loss(routing, tokens.tables.docs),
+            balance=jnp.zeros(()) if unbalanced else moe.compute_balance_loss(routing, tables.docs),
             indexer=(attended.kl_BS * tokens.real_BS).sum(),
             recall=None if attended.recall_BS3 is None else attended.recall_BS3.sum((0, 1)),
             collected=Collected(

@@ -55,10 +55,17 @@ class Behind(NamedTuple):
 
 
 class History(NamedTuple):
-    """The last tokens that parts of the model outside its layers read again; None for a part that there is not."""
+    """The last tokens that parts of the model outside its layers read again; None for a part that there is not.
+
+    Attributes:
+        ngrams: for Engrams.
+        mtp: for the MTP block.
+        drafts_RBUK: keys of the context of every draft block (DSpark), rotated, U = W in a cache.
+    """
 
     ngrams: Ngrams | None
     mtp: Behind | None
+    drafts_RBUK: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
@@ -100,7 +107,7 @@ def init_cache(cfg: ModelConfig, rows: int, capacity: int, *, draft: bool = Fals
         cfg: the model.
         rows: number of rows, a multiple of the mesh's data x expert.
         capacity: tokens that a row has room for.
-        draft: also keep what the MTP block reads.
+        draft: also keep what the MTP block or the draft blocks read.
 
     Raises:
         ConfigError: if the mesh's devices do not divide `rows`.
@@ -134,13 +141,32 @@ def init_cache(cfg: ModelConfig, rows: int, capacity: int, *, draft: bool = Fals
         [layer(group.repeats, cfg.layer_specs[group.start + j]) for j in range(group.period)]
         for group in find_scan_groups(cfg.layer_specs)
     ]
-    ngrams = mtp = None
+    ngrams = mtp = drafts = None
     if cfg.engram_layer_ids:
         ngrams = Ngrams(*(zeros(1, B, cfg.engram_max_ngram_size - 1, dtype=kind) for kind in (jnp.int32, jnp.bool)))
-    if draft and cfg.n_mtp_layers and not cfg.dspark_target_layer_ids:
+    if draft and cfg.dspark_target_layer_ids:
+        drafts = zeros(cfg.n_mtp_layers, B, W, K)
+    elif draft and cfg.n_mtp_layers:
         mtp = Behind(zeros(1, B, 1, cfg.hc_mult, cfg.dim), recent(1, LayerSpec("window")))
     length_B = jnp.zeros(B, jnp.int32, out_sharding=jax.P(BATCH))
-    return Cache(length_B, layers, History(ngrams, mtp), capacity)
+    return Cache(length_B, layers, History(ngrams, mtp, drafts), capacity)
+
+
+def measure_cache(cache: Cache) -> dict[str, int]:
+    """Count the bytes of a cache, or of its shapes, by kind."""
+    sizes = dict.fromkeys(("entries", "index keys", "windows", "unfinished windows", "other"), 0)
+
+    def count(kind: str, tree: object) -> None:
+        sizes[kind] += sum(x.dtype.itemsize * math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+    for layer in (layer for stack in cache.layers for layer in stack):
+        if layer.entries is not None:
+            count("entries", layer.entries.entries_BmK)
+            count("index keys", layer.entries.keys_BmJ)
+        count("windows", layer.recent.window_BUK)
+        count("unfinished windows", (layer.recent.main, layer.recent.index))
+    count("other", cache.history)
+    return sizes
 
 
 def grow(cfg: ModelConfig, cache: Cache, capacity: int) -> Cache:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from dsv4_jax.mesh import act_spec
 from dsv4_jax.model.block import Hidden, LayerReport, Tokens, collapse_streams, start_carry
 from dsv4_jax.model.cache import Behind, Cache, Ngrams, Pending, join_history
+from dsv4_jax.model.dspark import compute_memory
 from dsv4_jax.model.engram import compute_engram_rows
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.mtp import MTP
@@ -41,6 +42,8 @@ def extend(
         engram_rows = compute_engram_rows(cfg, model.token_map, ngrams.ids_RBU[0], ngrams.text_RBU[0], docs, before)
         history = history._replace(ngrams=ngrams)
 
+    if history.drafts_RBUK is not None:
+        collect = {*collect, "features"}
     tokens = Tokens(inputs.ids, tables, real_BT, inputs.image, engram_rows)
     e_BTD = model.embed_ids(inputs.ids, dtype) if embeddings is None else jax.reshard(embeddings, act_spec(3))
     carry = start_carry(cfg, e_BTD.astype(dtype), dtype, cache.capacity)
@@ -53,6 +56,10 @@ def extend(
         mtp, report, recent = extend_mtp(model, cache, history.mtp.recent, inputs.ids, n_B, x_BTND)
         layers.append(report)
         history = history._replace(mtp=Behind(streams, recent))
+    if history.drafts_RBUK is not None:
+        memory_BTD = compute_memory(model, layers)
+        context_RBTK = jnp.stack([block.context(memory_BTD, tables, dtype) for block in model.mtp])
+        history = history._replace(drafts_RBUK=jnp.concatenate([history.drafts_RBUK, context_RBTK], axis=2))
     h_BTD = rms_norm(collapse_streams(model, carry), cfg.norm_eps, model.norm)
     return Hidden(h_BTD, mtp, layers, tables), Pending(cache, updates, history)
 

@@ -17,7 +17,7 @@ from dsv4_jax.model.block import Block, Carry, Collected, Hidden, LayerReport, T
 from dsv4_jax.model.cache import Cache, Pending
 from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.decode import extend
-from dsv4_jax.model.dspark import Anchors, DraftBlock, Drafts, compute_drafts
+from dsv4_jax.model.dspark import Anchors, DraftBlock, Drafts, compute_drafts, compute_memory
 from dsv4_jax.model.engram import compute_engram_rows, make_token_map_buffer
 from dsv4_jax.model.images import embed_images, make_delimiters
 from dsv4_jax.model.inputs import Inputs
@@ -198,7 +198,7 @@ class DeepSeek(nnx.Module):
             assert following is not None  # made above
             predict = apply_remat(functools.partial(MTP.predict, dtype=dtype), cfg.remat)
             mtp, report = predict(block, carry.x_BSND, self.embed_ids(following, dtype), tokens)
-            layers.append(report)
+            layers.append(report._replace(collected=Collected()))
         return Hidden(rms_norm(collapse_streams(self, carry), cfg.norm_eps, self.norm), mtp, layers, tables, images)
 
     def embed_inputs(self, inputs: Inputs) -> tuple[jax.Array, dict[str, jax.Array] | None]:
@@ -283,12 +283,10 @@ class DeepSeek(nnx.Module):
             ValueError: if `out` has no features, or the model no draft blocks.
         """
         cfg = self.cfg
-        features = [x for i in cfg.dspark_target_layer_ids if (x := out.layers[i].collected.features) is not None]
-        if not features:
-            raise ValueError("drafts need model.dspark_target_layer_ids and a pass with collect = ['features']")
-        read = jnp.concatenate(features, axis=-1)
+        memory_BSD = compute_memory(self, out.layers)
         anchors = jax.tree.map(lambda x: jax.reshard(jnp.asarray(x), act_spec(2)), anchors)
-        return compute_drafts(self, read, anchors, out.tables, lambda ids: self.embed_ids(ids, cfg.dtype), cfg.dtype)
+        read = lambda _, block: block.context(memory_BSD, out.tables, cfg.dtype)
+        return compute_drafts(self, read, anchors, lambda ids: self.embed_ids(ids, cfg.dtype), cfg.dtype)
 
     def _collected(self, name: str, out: Hidden) -> list[jax.Array | None]:
         """Take what `collect` named from the reports of the layers, in the form of `Output.collected`."""

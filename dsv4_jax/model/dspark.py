@@ -8,6 +8,7 @@ n slots, s = A n slots of a row, W context positions, F = features of all target
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from flax import nnx
 
 from dsv4_jax.mesh import BATCH, act_spec, row_spec
 from dsv4_jax.model import hyper
-from dsv4_jax.model.block import Block, Carry, Tokens, collapse_streams, start_carry
+from dsv4_jax.model.block import Block, Carry, LayerReport, Tokens, collapse_streams, start_carry
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.params import Params, apply_remat, linear, rms_norm, whole
 from dsv4_jax.model.quantized import quantize_window
@@ -76,23 +77,27 @@ class DraftBlock(Block):
             if not cfg.hc_single_pass:
                 self.hc_head_fn, self.hc_head_base, self.hc_head_scale = hyper.make_head(make, cfg)
 
+    def context(self, memory_BSD: jax.Array, tables: Tables, dtype: jnp.dtype) -> jax.Array:
+        """Compute the rotated keys [B, S, K] of the context, whole rows, from what `compute_memory` gives."""
+        keys_BSK = jax.reshard(self.attn.keys(memory_BSD, dtype), row_spec(3))
+        return quantize_window(self.cfg, rotate(keys_BSK, tables.rotations[False]))
+
     def draft(
-        self, carry: Carry, memory_BSD: jax.Array, anchors: Anchors, tokens: Tokens, dtype: jnp.dtype
+        self, carry: Carry, context_BSK: jax.Array, anchors: Anchors, tokens: Tokens, dtype: jnp.dtype
     ) -> tuple[Carry, jax.Array]:
         """Run the block on the slots: the carry of their streams [B, A n, N, D] after it, and its experts' loads."""
         cfg = self.cfg
-        # Slots make the queries and their own keys; the keys of the context come from the backbone, whole rows.
+        # Slots make the queries and their own keys.
         with jax.named_scope("attention"):
             mix = hyper.compute_mix(carry.x_BSND, self.hc_attn_fn, self.hc_attn_base, self.hc_attn_scale, cfg)
             pre = mix.pre_BSN if carry.pre_BSN is None else carry.pre_BSN
             u = rms_norm(hyper.collapse(carry.x_BSND, pre), cfg.norm_eps, self.attn_norm)
             q, _ = self.attn.queries(u, dtype)
-            own, context = self.attn.keys(u, dtype), jax.reshard(self.attn.keys(memory_BSD, dtype), row_spec(3))
             # Each device of `context` attends for its own anchors.
             slots, rows = jax.P(BATCH, "context"), jax.P(BATCH)
             core = functools.partial(_core, cfg)
-            core = jax.shard_map(core, in_specs=(slots, slots, slots, rows, rows, jax.P()), out_specs=slots)
-            o = core(q, own, anchors, context, tokens.tables, whole(self.attn.attn_sink))
+            core = jax.shard_map(core, in_specs=(slots, slots, slots, rows, jax.P()), out_specs=slots)
+            o = core(q, self.attn.keys(u, dtype), anchors, context_BSK, whole(self.attn.attn_sink))
             carry = carry._replace(x_BSND=hyper.expand(self.attn.output(o, dtype), carry.x_BSND, mix))
         carry, routing, _ = self.feed_forward(carry, mix, tokens, None, dtype)
         return carry, self.load(routing, tokens)
@@ -104,7 +109,6 @@ def _core(
     own_BsK: jax.Array,
     anchors: Anchors,
     context_BSK: jax.Array,
-    tables: Tables,
     sink_H: jax.Array,
 ) -> jax.Array:
     """Attend from one device's slots to their context and to the slots of the same draft: [B, s, H, K]."""
@@ -119,8 +123,7 @@ def _core(
     # The context: the W positions before the anchor, as far as they are in its document.
     seen_BAW = anchors.position_BA[..., None] - W + jnp.arange(W)
     allowed_BAW = seen_BAW >= jnp.maximum(anchors.first_BA, 0)[..., None]
-    rotated_BSK = quantize_window(cfg, rotate(context_BSK, tables.rotations[False]))
-    context_BAWK = jax.vmap(lambda x, i: x[i])(rotated_BSK, jnp.clip(seen_BAW, 0, S - 1))
+    context_BAWK = jax.vmap(lambda x, i: x[i])(context_BSK, jnp.clip(seen_BAW, 0, S - 1))
     # One softmax over context [B, A, n, H, W] and slots [B, A, n, H, n].
     logit = lambda keys: jnp.einsum("banhk,bauk->banhu", q_BAnHK, keys, preferred_element_type=jnp.float32) * K**-0.5
     far = jnp.where(allowed_BAW[:, :, None, None], logit(context_BAWK), -jnp.inf)
@@ -144,33 +147,49 @@ class Drafts(NamedTuple):
     loads: list[jax.Array]
 
 
+def compute_memory(model: Any, layers: Sequence[LayerReport]) -> jax.Array:
+    """Compute what all draft blocks read of the backbone, [B, S, D], from the reports of its layers.
+
+    Raises:
+        ValueError: if `features` were not collected, or the model has no draft blocks.
+    """
+    cfg, block = model.cfg, model.mtp[0] if model.mtp else None
+    features = [x for i in cfg.dspark_target_layer_ids if (x := layers[i].collected.features) is not None]
+    if not features or block is None:
+        raise ValueError("drafts need model.dspark_target_layer_ids and a pass with collect = ['features']")
+    read_BSF = jnp.concatenate(features, axis=-1)
+    return rms_norm(linear(read_BSF, block.main_proj, cfg.dtype), cfg.norm_eps, block.main_norm)
+
+
 def compute_drafts(
-    model: Any, features_BSF: jax.Array, anchors: Anchors, tables: Tables, embed: Any, dtype: jnp.dtype
+    model: Any, read: Callable[[int, DraftBlock], jax.Array], anchors: Anchors, embed: Any, dtype: jnp.dtype
 ) -> Drafts:
     """Run the draft blocks for all anchors at once.
 
     Args:
         model: the model; the blocks are its `mtp`.
-        features_BSF: inputs of the target layers, concatenated.
+        read: function that gives the rotated keys [B, S, K] of the context of a block with its number. The anchors'
+            positions count from the first of them.
         anchors: tokens to start from; the devices of `context` must divide A.
-        tables: integer and angle tables of the rows.
         embed: function that embeds ids [B, A n].
         dtype: type of the large products.
     """
     cfg, blocks = model.cfg, list(model.mtp)
     B, A = anchors.position_BA.shape
     n = cfg.dspark_block_size
-    memory_BSD = rms_norm(linear(features_BSF, blocks[0].main_proj, dtype), cfg.norm_eps, blocks[0].main_norm)
     # The slots as tokens [B, A n]: the anchor, then noise; padding where there is no anchor.
     first = jnp.arange(n) == 0
     ids_BAn = jnp.where(first, anchors.token_BA[..., None], cfg.dspark_noise_token_id)
     real_BAn = jnp.broadcast_to((anchors.position_BA >= 0)[..., None], (B, A, n))
     flat = lambda x: jnp.reshape(x, (B, A * n), out_sharding=act_spec(2))
-    tokens = Tokens(flat(ids_BAn), tables, flat(real_BAn))
+    tokens = Tokens(flat(ids_BAn), None, flat(real_BAn))
     carry, loads = start_carry(cfg, embed(tokens.ids_BS), dtype), []
-    for block in blocks:
-        run = apply_remat(functools.partial(DraftBlock.draft, dtype=dtype), cfg.remat)
-        carry, load = run(block, carry, memory_BSD, anchors, tokens)
+    for number, block in enumerate(blocks):
+
+        def run(block: DraftBlock, carry: Carry, number: int = number) -> tuple[Carry, jax.Array]:
+            return block.draft(carry, read(number, block), anchors, tokens, dtype)
+
+        carry, load = apply_remat(run, cfg.remat)(block, carry)
         loads.append(load)
     last = blocks[-1]
     u = collapse_streams(last, carry)
@@ -211,26 +230,24 @@ class Proposal(NamedTuple):
 
 
 def propose(
-    model: Any, made: Drafts, anchors: Anchors, key: jax.Array | None = None, temperature: Any = 0.0
+    model: Any,
+    made: Drafts,
+    anchors: Anchors,
+    draw: Callable[[jax.Array, jax.Array], jax.Array] = lambda logits_BAV, _: jnp.argmax(logits_BAV, axis=-1),
 ) -> Proposal:
-    """Draw the tokens of the slots one after another, each given the one before; without a key the likeliest.
+    """Draw the tokens of the slots one after another, each given the one before.
 
     Args:
         model: the model.
         made: outputs of the drafter.
         anchors: tokens that the drafts start from.
-        key: random key; None takes the likeliest tokens.
-        temperature: factor of the noise added to the logits (Gumbel), with a key.
+        draw: function that draws tokens [B, A] from logits [B, A, V] of the slot of the given number.
     """
 
     def slot(before_BA: jax.Array, xs: tuple[jax.Array, ...]):
         h_BAD, u_BAD, k = xs
         logits_BAV = compute_slot_logits(model, h_BAD, before_BA)
-        drawn = logits_BAV
-        if key is not None:
-            noise = jax.random.gumbel(jax.random.fold_in(key, k), drawn.shape, out_sharding=act_spec(3))
-            drawn = drawn + temperature * noise
-        token_BA = jnp.argmax(drawn, axis=-1).astype(before_BA.dtype)
+        token_BA = draw(logits_BAV, k).astype(before_BA.dtype)
         return token_BA, Proposal(token_BA, logits_BAV, compute_confidence(model, u_BAD, before_BA))
 
     slots = (jnp.moveaxis(x, 2, 0) for x in (made.h_BAnD, made.u_BAnD))

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from dsv4_jax.model import hyper
-from dsv4_jax.model.block import Block, Collected, LayerReport, Tokens, collapse_streams, start_carry
+from dsv4_jax.model.block import Block, LayerReport, Tokens, collapse_streams, start_carry
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.params import Params, linear, rms_norm
 from dsv4_jax.model.place import LayerCache
@@ -26,7 +26,7 @@ class MTP(Block):
     def predict(
         self, x_BSND: jax.Array, e_BSD: jax.Array, tokens: Tokens, dtype: jnp.dtype, cache: LayerCache | None = None
     ) -> tuple[jax.Array, LayerReport]:
-        """Compute the hidden states [B, S, D] for the head, and the layer's report with nothing collected.
+        """Compute the hidden states [B, S, D] for the head, and the layer's report with its streams collected.
 
         Args:
             x_BSND: streams after the last layer.
@@ -43,4 +43,4 @@ class MTP(Block):
         start = start._replace(x_BSND=(h + e[:, :, None]).astype(x_BSND.dtype))
         carry, report = self(start, tokens, dtype, cache=cache)
         u = collapse_streams(self, carry)
-        return rms_norm(u, cfg.norm_eps, self.norm), report._replace(collected=Collected())
+        return rms_norm(u, cfg.norm_eps, self.norm), report._replace(collected=report.collected.only(["streams"]))

@@ -313,6 +313,6 @@ def _report(trainer: Trainer, state: TrainState, data: Data) -> None:
     if cfg.train.sample_tokens:
         model = nnx.merge(nnx.graphdef(abstract_model(cfg)), state.params, state.buffers)
         prompt = of_first(held_out_prompt(evaluation, data.tokenizer))  # processes have different rows
-        text, _ = sample(model, data.tokenizer, prompt, cfg.train.sample_tokens, cfg.train.seed, past_end=True)
+        text = sample(model, data.tokenizer, prompt, cfg.train.sample_tokens, cfg.train.seed)
         console.print(f"sample after {prompt!r} of the held-out text:" if prompt else "sample:")
         console.print(printable(text))

@@ -13,8 +13,9 @@ from support.golden_models import ruled_model, small_config
 
 import dsv4_jax as ds
 from dsv4_jax.data.tokenizer import Bytes
-from dsv4_jax.generate.engine import Generator, Request
+from dsv4_jax.generate.engine import Generator
 from dsv4_jax.generate.programs import read_chunk
+from dsv4_jax.generate.request import Request
 from dsv4_jax.generate.sampling import Rule, apply_rule, draw
 from dsv4_jax.generate.text import TextStream
 from dsv4_jax.model.inputs import Inputs

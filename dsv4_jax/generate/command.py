@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `sample` command: continue one prompt, many prompts, or what a reader types, and stream the text."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from dsv4_jax.data.tokenizer import Tokenizer
+from dsv4_jax.generate.engine import Generator
+from dsv4_jax.generate.request import Request, make_request
+from dsv4_jax.model.cache import measure_cache
+from dsv4_jax.model.deepseek import DeepSeek
+from dsv4_jax.section import ConfigError
+
+# Keys of a line of a file of prompts: those of `Request` that JSON can hold, the prompt and its image.
+KEYS = ("prompt", "image", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
+
+
+class Sampler:
+    """Continue prompts with a model, write the text as it is made, and measure the speed."""
+
+    def __init__(
+        self,
+        model: DeepSeek,
+        tokenizer: Tokenizer,
+        requests: list[Request],
+        write: Callable[[str], Any],
+        *,
+        rows: int = 8,
+        draft: int = 0,
+    ):
+        """Make a generator for some requests; `write` gets every piece of text."""
+        room = max((len(r.ids) + min(r.max_tokens, 1024) for r in requests), default=1024)
+        self._engine = Generator(
+            model,
+            max(1, min(rows, len(requests))),
+            capacity=1 << max(6, (room - 1).bit_length()),
+            draft=draft,
+            tokenizer=tokenizer,
+        )
+        self._requests, self._write = requests, write
+        self._start, self._first, self._tokens = time.perf_counter(), 0.0, 0
+
+    def stream(self) -> None:
+        """Continue the only request; write its text."""
+        self._run(self._requests[0])
+        self._write("\n")
+
+    def converse(self, lines: Iterator[str], make: Callable[[str], Request]) -> None:
+        """Continue the text with every line; what came before stays in the cache."""
+        after = None
+        for line in lines:
+            after = self._run(make(line), after)
+            self._write("\n")
+
+    def write_all(self) -> None:
+        """Continue all requests; write a line of JSON for each when it is finished."""
+        texts = {self._engine.add(request): "" for request in self._requests}
+        while self._engine.busy:
+            for token in self._step():
+                texts[token.request] += token.text
+                if token.finish:
+                    done = {"number": token.request, "text": texts.pop(token.request), "finish": token.finish}
+                    self._write(json.dumps(done, ensure_ascii=False) + "\n")
+
+    def _run(self, request: Request, after: int | None = None) -> int:
+        number = self._engine.add(request, after)
+        while self._engine.busy:
+            for token in self._step():
+                self._write(token.text)
+        return number
+
+    def _step(self) -> list[Any]:
+        made = self._engine.step()
+        if made and not self._tokens:
+            self._first = time.perf_counter() - self._start
+        self._tokens += len(made)
+        return made
+
+    def report(self) -> Iterator[str]:
+        """Describe the speed, the drafts and the cache, a line each."""
+        engine, spent = self._engine, time.perf_counter() - self._start
+        # The first token comes after its programs were compiled.
+        speed = f"{(self._tokens - 1) / max(spent - self._first, 1e-9):,.1f} tokens/s"
+        yield f"{self._tokens} tokens, the first after {self._first:.2f} s, then {speed}"
+        if engine.draft:
+            shares = ", ".join(f"{count / max(engine.drafted, 1):.0%}" for count in engine.accepted)
+            yield f"drafts accepted up to each slot: {shares}; {engine.steps['token']} passes after the prompts"
+        sizes = measure_cache(engine.cache)
+        grows = sizes["entries"] + sizes["index keys"]
+        parts = ", ".join(f"{kind} {size:,}" for kind, size in sizes.items())
+        yield f"cache of {engine.rows} rows of {engine.capacity:,} tokens in bytes: {parts}"
+        yield f"{grows / engine.rows / engine.capacity:,.2f} bytes per token of a row"
+
+
+def read_prompts(path: Path, model: DeepSeek, tokenizer: Tokenizer, **options: Any) -> list[Request]:
+    """Read a file of prompts: a line of JSON for each, with `prompt` and any other of `KEYS`.
+
+    Raises:
+        ConfigError: for a file that cannot be read, or a line that is no prompt, naming it.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {path}: {error}") from error
+    requests = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record.get("prompt"), str):
+                raise ConfigError('must be an object with a string "prompt"')
+            if unknown := set(record) - set(KEYS):
+                raise ConfigError(f"unknown keys {sorted(unknown)}, expected some of {KEYS}")
+            requests.append(make_request(record.pop("prompt"), model.cfg, tokenizer, **(options | record)))
+        except (ConfigError, TypeError, ValueError) as error:
+            raise ConfigError(f"--prompts {path}, line {number}: {error}") from error
+    if not requests:
+        raise ConfigError(f"--prompts {path} has no prompt")
+    return requests
+
+
+def type_lines() -> Iterator[str]:
+    """Yield lines that a reader types, until the end of the input."""
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line

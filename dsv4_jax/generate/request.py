@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ask for the continuation of a prompt: token ids, images, and the rule by which tokens are drawn."""
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from dsv4_jax.data import images
+from dsv4_jax.data.interleaved import interleave
+from dsv4_jax.data.tokenizer import Tokenizer
+from dsv4_jax.data.vision_layout import VisionLayout
+from dsv4_jax.model.config import ModelConfig
+from dsv4_jax.model.token_types import TEXT
+from dsv4_jax.section import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt, and how it is to be continued.
+
+    Attributes:
+        ids: token ids of the prompt, at least one; a document begins with the tokenizer's border.
+        max_tokens: number of tokens to add.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from the k likeliest tokens; 0: from all.
+        top_p: draw from the likeliest tokens that together have this probability.
+        min_p: draw from tokens whose probability is at least this share of that of the likeliest.
+        seed: seed of the draws, which follow from it and the token's position.
+        stop_ids: ids that end the text.
+        stop: strings before which the text ends; the generator then needs a tokenizer.
+        token_types: kinds of the prompt's positions, with images (see `Inputs`).
+        patches: patches of the images, [P, 3, p, p].
+        image_grids: places of the images, [n, 4], in row 0.
+
+    Raises:
+        ConfigError: for a value that cannot work, naming it.
+    """
+
+    ids: Sequence[int]
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_ids: Collection[int] = ()
+    stop: Sequence[str] = ()
+    token_types: np.ndarray | None = None
+    patches: np.ndarray | None = None
+    image_grids: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        for name, fits, want in (
+            ("ids", len(self.ids) > 0, "at least one token"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 or above"),
+            ("top_k", self.top_k >= 0, "0 (all) or above"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("seed", -(2**31) <= self.seed < 2**32, "a number of 32 bits"),
+        ):
+            if not fits:
+                raise ConfigError(f"{name} = {getattr(self, name)!r} must be {want}")
+
+
+def make_request(
+    prompt: Request | Sequence[int] | str,
+    cfg: ModelConfig,
+    tokenizer: Tokenizer | None = None,
+    image: str = "",
+    **options: Any,
+) -> Request:
+    """Make a request of token ids, or of a text that begins a document; a request stays as it is.
+
+    With a tokenizer, its border and ids that it does not have end the text, unless `options` have `stop_ids`.
+
+    Args:
+        prompt: the prompt.
+        cfg: the model.
+        tokenizer: makes ids of text.
+        image: path of an image to put before the text; "": none.
+        options: attributes of `Request`.
+
+    Raises:
+        ConfigError: for a text without a tokenizer, or an image that cannot be read or that the model cannot.
+    """
+    if isinstance(prompt, Request):
+        return prompt
+    if tokenizer is not None:
+        options = {"stop_ids": {tokenizer.border, *range(tokenizer.size, cfg.vocab_size)}} | options
+    if not isinstance(prompt, str):
+        return Request(ids=prompt, **options)
+    if tokenizer is None:
+        raise ConfigError("a prompt of text needs a tokenizer")
+    text = tokenizer.encode([prompt])[0]
+    if not image:
+        return Request(ids=[tokenizer.border, *map(int, text)], **options)
+    vision = VisionLayout.of(cfg)
+    if vision is None:
+        raise ConfigError(f"{image}: the model reads no images (model.vision_n_layers = 0)")
+    try:
+        layout = images.layout_of(*images.opened(image).size, vision)
+        patches = images.read(image, vision)
+    except (images.ImageError, OSError) as error:
+        raise ConfigError(f"{image}: {error}") from error
+    ids, spans = interleave([text[:0], text], [layout], vision.image_token_id)
+    types = np.full(1 + len(ids), TEXT, np.int32)
+    (start, positions, rows, columns), kinds = spans[0], images.token_types(layout.grid)
+    types[start : start + positions] = kinds
+    grids = np.array([[0, start, rows, columns]], np.int32)
+    ids = [tokenizer.border, *map(int, ids)]
+    return Request(ids=ids, token_types=types, patches=patches, image_grids=grids, **options)
