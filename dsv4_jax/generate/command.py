@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `sample` command: continue one prompt, many prompts, or what a reader types, and stream the text."""
 
+import dataclasses
 import json
 import sys
 import time
@@ -41,7 +42,7 @@ class Sampler:
             draft=draft,
             tokenizer=tokenizer,
         )
-        self._requests, self._write = requests, write
+        self._requests, self._write, self._tokenizer = requests, write, tokenizer
         self._start, self._first, self._tokens = time.perf_counter(), 0.0, 0
 
     def stream(self) -> None:
@@ -53,7 +54,10 @@ class Sampler:
         """Continue the text with every line; what came before stays in the cache."""
         after = None
         for line in lines:
-            after = self._run(make(line), after)
+            request = make(line)
+            if after is not None:  # the document goes on: without another border, and the image stands at its start
+                request = dataclasses.replace(request, ids=self._tokenizer.encode([line])[0].tolist(), patches=None)
+            after = self._run(request, after)
             self._write("\n")
 
     def write_all(self) -> None:

@@ -53,14 +53,16 @@ class Request:
     image_grids: np.ndarray | None = None
 
     def __post_init__(self) -> None:
+        whole = lambda x: isinstance(x, int) and not isinstance(x, bool)
         for name, fits, want in (
             ("ids", len(self.ids) > 0, "at least one token"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("max_tokens", whole(self.max_tokens) and self.max_tokens >= 1, "a whole number of at least 1"),
             ("temperature", 0 <= self.temperature < math.inf, "0 or above"),
-            ("top_k", self.top_k >= 0, "0 (all) or above"),
+            ("top_k", whole(self.top_k) and self.top_k >= 0, "a whole number, 0 (all) or above"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("seed", -(2**31) <= self.seed < 2**32, "a number of 32 bits"),
+            ("seed", whole(self.seed) and -(2**31) <= self.seed < 2**32, "a whole number of 32 bits"),
+            ("stop", not isinstance(self.stop, str) and all(self.stop), "a list of strings that are not empty"),
         ):
             if not fits:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} must be {want}")

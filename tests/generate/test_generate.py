@@ -201,6 +201,8 @@ def test_prompts_are_taken_as_rows_are_free():
         (dict(ids=[]), "ids"), (dict(max_tokens=0), "max_tokens"), (dict(temperature=-1.0), "temperature"),
         (dict(temperature=float("nan")), "temperature"), (dict(top_k=-1), "top_k"), (dict(top_p=0.0), "top_p"),
         (dict(top_p=1.1), "top_p"), (dict(min_p=-0.1), "min_p"), (dict(seed=2**32), "seed"),
+        (dict(max_tokens=2.5), "max_tokens"), (dict(top_k=1.5), "top_k"), (dict(stop="ab"), "stop"),
+        (dict(stop=[""]), "stop"),
     ],
 )  # fmt: skip
 def test_wrong_requests_are_refused(change, words):

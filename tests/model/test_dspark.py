@@ -16,8 +16,6 @@ from support.hlo import loops
 
 from dsv4_jax.cli import main
 from dsv4_jax.config import Config, DataConfig, LossConfig, OptimConfig, TrainConfig
-from dsv4_jax.generate.sample import _continue
-from dsv4_jax.generate.speculate import accept, speculate
 from dsv4_jax.mesh import act_spec, make_mesh
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.dspark import Anchors, compute_confidence, compute_slot_logits, propose
@@ -211,42 +209,10 @@ def test_a_drafter_of_another_runs_model(tmp_path, monkeypatch, capsys):
         moved = [not np.array_equal(x.get_value(), y.get_value()) for x, y in ((a, b), (b, c))]
         assert moved == ([False, True] if path[0] == "mtp" else [True, False]), path
     assert f"parameters  from {one.train.run_dir}" in said.getvalue()
-    for command in (["report", train.run_dir], ["sample", "--draft", "--tokens", "4", train.run_dir, "a b"]):
+    for command in (["report", train.run_dir], ["sample", train.run_dir, "a b", "--tokens", "4", "--draft"]):
         main(command)  # every command knows a run of this objective
     out, told = capsys.readouterr()
-    assert "report.html" in out and "drafts accepted" in told
-
-
-def test_accepted_tokens_are_distributed_as_the_model_says():
-    V = 5
-    p, q = np.random.RandomState(0).dirichlet(np.ones(V), size=(2, n + 1))
-
-    def one(key):
-        drafts = jax.random.categorical(jax.random.fold_in(key, 7), jnp.log(q[:n]))
-        kept, instead = accept(key, drafts, jnp.asarray(q[:n]), jnp.asarray(p))
-        tokens = jnp.where(jnp.arange(n + 1) < kept.sum(), jnp.pad(drafts, (0, 1)), instead)
-        return tokens, kept.sum()
-
-    tokens, kept = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(0), 20000))
-    for k in range(n + 1):
-        reached = np.asarray(tokens)[np.asarray(kept) >= k, k]
-        share = np.bincount(reached, minlength=V) / len(reached)
-        assert np.abs(share - p[k]).max() < 5 * np.sqrt(0.25 / len(reached)), k
-    overlap = np.minimum(p[:n], q[:n]).sum(1).cumprod()
-    np.testing.assert_allclose([(np.asarray(kept) > k).mean() for k in range(n)], overlap, atol=0.02)
-
-
-def test_greedy_decoding_with_drafts_is_greedy_decoding(model):
-    first = 4
-    ids = np.zeros(S, np.int32)
-    ids[:first] = IDS[0, :first]
-    plain = _continue(model, jnp.asarray(ids[None]), jnp.int32(first), 0, 0.0)[0]
-    told = speculate(model, jnp.asarray(ids), first, 0, 1.0, greedy=True)
-    np.testing.assert_array_equal(told.ids_S, plain)
-    assert told.drafted <= S - first and told.passes == told.drafted + 1
-    assert (np.diff(told.accepted_n) <= 0).all()
-    drawn = speculate(model, jnp.asarray(ids), first, 0, 1.0)
-    assert (drawn.ids_S[:first] == ids[:first]).all() and ((drawn.ids_S >= 0) & (drawn.ids_S < 64)).all()
+    assert "report.html" in out and "drafts accepted" in told and "bytes per token" in told
 
 
 def test_proposals_follow_their_logits(model):

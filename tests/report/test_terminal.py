@@ -3,6 +3,7 @@
 
 import io
 import json
+import types
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ from support.runs import small, train
 
 from dsv4_jax import cli, report
 from dsv4_jax.data.tokenizer import Bytes
+from dsv4_jax.generate import command
 from dsv4_jax.generate import sample as sampling
+from dsv4_jax.generate.engine import Token
+from dsv4_jax.model.cache import init_cache
 from dsv4_jax.model.token_types import IMAGE, TEXT
 from dsv4_jax.section import ConfigError
 from dsv4_jax.train import checkpoint, run, run_dir
@@ -46,21 +50,37 @@ def test_a_run_prints_no_control_characters_of_its_sample(corpus, tmp_path, monk
 
     def evil(model, tokenizer, prompt, *arguments, **options):
         asked.append((prompt, options))
-        return EVIL, None
+        return EVIL
 
     monkeypatch.setattr(run, "sample", evil)
     said = train(small(corpus, tmp_path, steps=2, sample_tokens=8))
     ((prompt, options),) = asked
-    assert prompt.startswith("The quick brown fox number") and options == {"past_end": True}
+    assert prompt.startswith("The quick brown fox number") and not options
     assert f"sample after {prompt!r} of the held-out text:\n{TAME}\n" in said
 
 
 @pytest.fixture
 def evil_model(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(sampling, "sample", lambda *arguments, **options: (EVIL, None))
-    monkeypatch.setattr(checkpoint, "load_model", lambda *_: None)
-    config = run_dir.resolved(small(corpus, tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    class Evil:
+        """A generator of one request, whose text is evil."""
+
+        rows, capacity, draft, busy = 1, 64, 0, False
+
+        def __init__(self, *arguments, **options):
+            self.cache = init_cache(config.model, 1, 64)
+
+        def add(self, request, after):
+            self.busy = True
+            return 0
+
+        def step(self):
+            self.busy = False
+            return [Token(0, 1, 0.0, "stop", EVIL, None)]
+
+    config = small(corpus, tmp_path)
+    monkeypatch.setattr(command, "Generator", Evil)
+    monkeypatch.setattr(checkpoint, "load_model", lambda *_: types.SimpleNamespace(cfg=config.model))
+    (tmp_path / "config.json").write_text(json.dumps(run_dir.resolved(config)))
     return str(tmp_path)
 
 
@@ -94,20 +114,17 @@ def test_the_prompt_is_half_of_the_longest_whole_document_of_text():
     segments = [[1] * 6 + [2] * 18 + [0] * 2, [1] * 32 + [2] * 2, [1] * 49]
     length = max(map(len, rows))
     pad = lambda lists: np.array([x + [0] * (length - len(x)) for x in lists])
-    types = np.full((3, length), TEXT)
-    types[2, 5] = IMAGE
+    kinds = np.full((3, length), TEXT)
+    kinds[2, 5] = IMAGE
     batch = {"ids": pad(rows), "segment_ids": pad(segments)}
-    assert sampling.held_out_prompt([batch | {"token_types": types}], Bytes()) == "a longer "
+    assert sampling.held_out_prompt([batch | {"token_types": kinds}], Bytes()) == "a longer "
     assert sampling.held_out_prompt([batch], Bytes(), most=10) == "a document"
-    pictures = {k: v[2:] for k, v in (batch | {"token_types": types}).items()}
+    pictures = {k: v[2:] for k, v in (batch | {"token_types": kinds}).items()}
     assert sampling.held_out_prompt([pictures], Bytes()) == ""
     assert sampling.held_out_prompt([pictures, batch], Bytes(), most=10) == "a document"
 
 
-def test_a_sample_past_the_end_of_documents(monkeypatch, mesh):
+def test_a_sample_past_the_end_of_documents():
     border = Bytes.border
-    out = np.array([[border, *b"p", *b"one", border, border, *b"two", 300, *b"3"]])
-    monkeypatch.setattr(sampling, "_continue", lambda *arguments: out)
-    n = out.shape[1] - 2
-    assert sampling.sample(None, Bytes(), "p", n, 0)[0] == "one"
-    assert sampling.sample(None, Bytes(), "p", n, 0, past_end=True)[0] == "one\ntwo\n3"
+    out = [*b"one", border, border, *b"two", 300, *b"3"]
+    assert sampling.split_documents(out, Bytes()) == ["one", "", "two", "3"]
