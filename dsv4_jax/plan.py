@@ -51,6 +51,7 @@ def plan(config: Config, number: int = 1, topology: str | None = None) -> Iterat
         matrices, attention = operations_per_token(cfg.model, cfg.data.seq_len)
         yield from describe.describe_model(cfg.model)
         yield f"operations  {matrices:.3g} a token in matrices, {attention:.3g} in attention, forward and backward"
+        yield describe.describe_cache(cfg.model)
         yield from (describe.describe_objective(objective_of(cfg).weights), optimizer, "", parameters, "")
         yield from describe.describe_placement(config, stage)
         yield from describe.describe_activations(cfg)

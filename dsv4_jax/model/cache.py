@@ -169,6 +169,27 @@ def measure_cache(cache: Cache) -> dict[str, int]:
     return sizes
 
 
+def count_bytes_per_token(cfg: ModelConfig, *, quantised: bool = False) -> float:
+    """Count the bytes that each token of a text adds to its cache: those of entries and index keys, over all layers.
+
+    The numbers of entries come from the shapes of `init_cache`. `quantised`: in the formats of the released models.
+    Index keys have 4 bits and a scale of 8 for 32. Entries of V4 have 8 bits and a scale of 8 for 64, but 16 bits for
+    channels that RoPE rotates, and fill multiples of 8 bytes; those of V4.1 have 4 bits and a scale of 8 for 16.
+    """
+    tokens = math.lcm(*(set(cfg.compress_ratios) - {0}))
+    sizes = jax.sharding.get_abstract_mesh().shape
+    rows = math.prod(sizes[axis] for axis in BATCH)
+    cache, total = jax.eval_shape(lambda: init_cache(cfg, rows, tokens)), 0
+    plain = cfg.head_dim - cfg.rope_head_dim
+    v4 = -(-(plain + 2 * cfg.rope_head_dim + -(-plain // 64)) // 8) * 8
+    entry = cfg.head_dim // 2 + cfg.head_dim // 16 if cfg.kv_source_layers else v4
+    for entries in (layer.entries for stack in cache.layers for layer in stack if layer.entries is not None):
+        for x, width in ((entries.entries_BmK, entry), (entries.keys_BmJ, cfg.index_head_dim * 17 // 32)):
+            if x is not None:  # [R, B, M, channels]
+                total += x.shape[0] * x.shape[2] * (width if quantised else x.shape[3] * x.dtype.itemsize)
+    return total / tokens
+
+
 def grow(cfg: ModelConfig, cache: Cache, capacity: int) -> Cache:
     """Make room for the entries of `capacity` tokens, more than there is room for now."""
 

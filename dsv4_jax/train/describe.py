@@ -2,6 +2,7 @@
 """Describe a run in lines of text: stages, layers, parameters, objective, optimizer, placement, activations."""
 
 import collections
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -13,7 +14,8 @@ from dsv4_jax import optim
 from dsv4_jax.config import Config
 from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.batch import Batch, abstract_batch, with_engram_rows
-from dsv4_jax.mesh import RULES
+from dsv4_jax.mesh import BATCH, RULES
+from dsv4_jax.model.cache import count_bytes_per_token, init_cache, measure_cache
 from dsv4_jax.model.config import LayerSpec, ModelConfig
 from dsv4_jax.model.counts import parameter_counts
 from dsv4_jax.model.deepseek import trace_structure
@@ -87,6 +89,22 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def describe_objective(weights: dict[str, float]) -> str:
     """Describe the objective as a sum of weighted losses."""
     return "objective   " + " + ".join(name if w == 1 else f"{w:g} {name}" for name, w in weights.items())
+
+
+def describe_cache(cfg: ModelConfig) -> str:
+    """Describe the cache of a text of the model in its sparse stage: bytes for each token, and for the last ones."""
+    cfg = dataclasses.replace(cfg, attention="sparse")
+    sizes = jax.sharding.get_abstract_mesh().shape
+    rows = math.prod(sizes[axis] for axis in BATCH)
+    kinds = measure_cache(jax.eval_shape(lambda: init_cache(cfg, rows, 1)))
+    fixed = sum(kinds[kind] for kind in ("windows", "unfinished windows", "other")) / rows
+    plain, small = (count_bytes_per_token(cfg, quantised=quantised) for quantised in (False, True))
+    share = small / (2 * 8 * 128 * 2 * cfg.n_layers)
+    tokens = 2**30 / small if small else math.inf
+    return (
+        f"cache       {plain:,.0f} bytes a token in {cfg.dtype}, and {fixed / 2**20:,.2f} MiB a text; in formats of "
+        f"the releases {small:,.2f} bytes ({share:.3%} of 8 heads of 128 in bf16), {tokens:,.0f} tokens in a GiB"
+    )
 
 
 def describe_optimizer(cfg: Config) -> tuple[str, str]:

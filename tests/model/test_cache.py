@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 from support.golden_models import ruled_model, small_config
 
+from dsv4_jax.config.files import load_config
 from dsv4_jax.mesh import make_mesh
-from dsv4_jax.model.cache import commit, init_cache
+from dsv4_jax.model.cache import commit, count_bytes_per_token, init_cache, measure_cache
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.model.inputs import Inputs
 from dsv4_jax.model.params import whole
@@ -200,6 +201,30 @@ def test_forced_experts_replace_the_choice():
         for report, experts in zip(layers, forced, strict=True):
             np.testing.assert_array_equal(report.experts, experts)
     np.testing.assert_allclose(np.concatenate(logits, 1), want, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("name", "small", "share", "plain"),
+    [("v4_flash", 3514.25, 0.01995, 6880), ("v4_pro", 5031.4375, 0.02014, 9848), ("v41_flash", 890, 0.00543, 3200)],
+)
+def test_bytes_per_token_are_those_of_the_reports(name: str, small: float, share: float, plain: float):
+    """From the shapes of real caches: in the formats of the releases, and in bf16."""
+    cfg = dataclasses.replace(load_config(f"configs/{name}.py").model, attention="sparse", compute_dtype="bfloat16")
+    found = count_bytes_per_token(cfg, quantised=True)
+    assert found == small
+    assert round(found / (2 * 8 * 128 * 2 * cfg.n_layers), 5) == share
+    assert int(count_bytes_per_token(cfg)) == plain
+
+
+def test_kinds_of_bytes_of_a_cache():
+    """Of DeepSeek-V4-Flash, in fp32: a window of 127 keys a layer, 7 tokens before a CSA window, 127 in HCA."""
+    cfg = dataclasses.replace(load_config("configs/v4_flash.py").model, attention="sparse", compute_dtype="float32")
+    sizes = measure_cache(jax.eval_shape(lambda: init_cache(cfg, 1, 1 << 17)))
+    assert sizes["windows"] == 43 * 127 * 512 * 4
+    assert sizes["entries"] == ((1 << 15) * 21 + (1 << 10) * 20) * 512 * 4
+    assert sizes["index keys"] == (1 << 15) * 21 * 128 * 4
+    assert sizes["unfinished windows"] == 2 * 4 * (21 * 7 * 2 * (512 + 128) + 20 * 127 * 512)
+    assert sizes["other"] == 0
 
 
 def test_rows_must_fit_the_mesh():
