@@ -81,7 +81,7 @@ def read_chunk(
         return token_B[:, None], _logprobs(logits_BV[:, None], token_B[:, None]), jnp.zeros_like(token_B)
 
     drawn = over_rows(rows, (out.h, n_B, chunk.length_B + n_B, chunk.rule), whole(model.head))
-    return commit(pending, n_B), _drawn(drawn, out, keep_experts)
+    return commit(pending, n_B), _drawn(model, drawn, out, keep_experts)
 
 
 @functools.partial(jax.jit, static_argnames=("tree", "keep_experts", "width"), donate_argnames="cache")
@@ -113,7 +113,7 @@ def read_drafts(
         return token_Bm, _logprobs(logits_BmV, token_Bm), kept_B
 
     drawn = over_rows(rows, (out.h, drafts_Bn, log_q_BnV, cache.length_B, chunk.rule), whole(model.head))
-    return commit(pending, active_B * (drawn[2] + 1)), _drawn(drawn, out, keep_experts)
+    return commit(pending, active_B * (drawn[2] + 1)), _drawn(model, drawn, out, keep_experts)
 
 
 def _unpack(leaves: list[jax.Array], tree: Any, cache: Cache, chunk: Chunk) -> tuple[DeepSeek, Cache]:
@@ -126,9 +126,10 @@ def _logprobs(logits_BmV: jax.Array, token_Bm: jax.Array) -> jax.Array:
     return jnp.take_along_axis(jax.nn.log_softmax(logits_BmV, axis=-1), token_Bm[..., None], axis=-1)[..., 0]
 
 
-def _drawn(drawn: tuple[jax.Array, ...], out: Hidden, keep_experts: bool) -> Drawn:
+def _drawn(model: DeepSeek, drawn: tuple[jax.Array, ...], out: Hidden, keep_experts: bool) -> Drawn:
     """Collect results, which any process can read."""
-    experts = [report.experts for report in out.layers] if keep_experts else None
+    layers = out.layers[: model.cfg.n_layers]  # without the MTP block
+    experts = [report.experts for report in layers] if keep_experts else None
     return jax.tree.map(lambda x: jax.reshard(x, jax.P()), Drawn(*drawn, experts))
 
 

@@ -97,7 +97,7 @@ def test_drafts_are_made_as_in_training(name: str):
     @jax.jit
     def trained(model):
         if name == "mtp":
-            return model(ids).mtp_logits[np.arange(3), lengths - 1]
+            return model(ids).mtp_logits.at[np.arange(3), lengths - 1].get(out_sharding=jax.P())
         out = model.hidden(Inputs(jnp.asarray(ids)), collect=["features"])
         place = lambda x: jax.reshard(jnp.asarray(x)[:, None], act_spec(2))
         anchors = Anchors(place(ids[np.arange(3), lengths]), place(lengths), place(np.zeros(3, int)))
