@@ -80,9 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     data.add_argument("config", help="a configuration file, or the name of a shipped one")
     sample = commands.add_parser("sample", help="continue a prompt with a trained model")
     sample.add_argument("run", help="folder or address of a run, or RUN@STEP for the model of one of its checkpoints")
-    sample.add_argument("prompt", nargs="?", help="text to continue; - reads it from the standard input")
-    sample.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='continue many: a line {"prompt": ...} each')
-    sample.add_argument("--interactive", action="store_true", help="continue the text with every line that is typed")
+    what = sample.add_mutually_exclusive_group(required=True)
+    what.add_argument("prompt", nargs="?", help="text to continue; - reads it from the standard input")
+    what.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='continue many: a line {"prompt": ...} each')
+    what.add_argument("--interactive", action="store_true", help="continue the text with every line that is typed")
     sample.add_argument("--image", default="", metavar="FILE", help="image to put before the prompt")
     sample.add_argument("--tokens", type=int, default=256, help="tokens to add at most (default 256)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
@@ -201,8 +202,6 @@ def _report(args: argparse.Namespace) -> None:
 def _sample(args: argparse.Namespace) -> None:
     if args.raw and sys.stdout.isatty():
         raise ConfigError("--raw: control characters could change the terminal; write to a pipe or a file")
-    if (args.prompt is not None) + (args.prompts is not None) + args.interactive != 1:
-        raise ConfigError("sample needs one of PROMPT, --prompts FILE.jsonl and --interactive")
     config, _ = _read_run(args.run)
     from dsv4_jax.data.tokenizer import load_tokenizer
     from dsv4_jax.generate.command import Sampler, read_prompts, type_lines
