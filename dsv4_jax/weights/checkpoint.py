@@ -26,7 +26,7 @@ from dsv4_jax.section import ConfigError
 from dsv4_jax.weights.configs import read_model_config
 from dsv4_jax.weights.folder import Folder
 from dsv4_jax.weights.names import Tensors, is_routing_table, official_shapes, walk
-from dsv4_jax.weights.safetensors import chunks
+from dsv4_jax.weights.safetensors import chunks, transpose_into
 
 TOKENIZER = "tokenizer.json"
 TOKEN_MAP = "engram_token_map.npy"  # a token map that no tokenizer gives
@@ -151,7 +151,7 @@ def _read_part(files: Folder, variable: Any, held: Tensors, bounds: tuple[tuple[
                 piece = target[tuple(i - first for i, (first, _) in zip(place, stack, strict=True))]
                 for rows in chunks(bottom - top, 4 * (right - left)):
                     read = slice(first_row + top + rows.start, first_row + top + rows.stop)
-                    piece[:, rows] = weight.read(read, slice(left, right)).T
+                    transpose_into(piece[:, rows], weight.read(read, slice(left, right)))
         elif not inner:
             target[...] = weight.read()
         else:

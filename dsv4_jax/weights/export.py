@@ -25,7 +25,7 @@ from dsv4_jax.weights.configs import flat_fields, hf_fields, model_config_from_o
 from dsv4_jax.weights.dialects import FUSED, hf_name
 from dsv4_jax.weights.folder import Folder, Weight
 from dsv4_jax.weights.names import official_shapes, walk
-from dsv4_jax.weights.safetensors import DTYPES, Output, Stored, chunks, write_folder
+from dsv4_jax.weights.safetensors import DTYPES, Output, Stored, chunks, transpose_into, write_folder
 
 Storage = Literal["f32", "bf16", "fp8", "fp4", "hf"]
 FILE_BYTES = 4 << 30  # largest size of a file, unless a tensor is larger
@@ -98,8 +98,10 @@ class Model:
         for g in range(rows.start // out, -(-rows.stop // out)):
             place = tuple(map(int, np.unravel_index(g, stack))) if stack else ()
             cut = slice(max(rows.start - g * out, 0), min(rows.stop - g * out, out))
-            pieces.append(_gather(value, (*lead, *place, slice(None), cut)).T)
-        return np.concatenate(pieces)
+            piece = _gather(value, (*lead, *place, slice(None), cut))
+            pieces.append(np.empty(piece.shape[::-1], piece.dtype))
+            transpose_into(pieces[-1], piece)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
 
 def _gather(x: jax.Array, index: tuple[int | slice, ...]) -> np.ndarray:

@@ -16,12 +16,15 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from support import golden_weights
 from support.golden_models import empty_model, ruled_model, small_config
 
 import dsv4_jax as ds
+from dsv4_jax import cli
 from dsv4_jax.mesh import make_mesh
 from dsv4_jax.ops import quantize as q
 from dsv4_jax.weights import export
+from dsv4_jax.weights import safetensors as safetensors_files
 from dsv4_jax.weights.convert import convert_folder
 from dsv4_jax.weights.dialects import FUSED, hf_name, official_name
 from dsv4_jax.weights.folder import Folder
@@ -485,6 +488,58 @@ def test_a_full_disk_or_read_only_folder_ends_the_run(models, tmp_path, monkeypa
         ds.save_checkpoint(models["v4"], tmp_path / "other", "fp5")
     with pytest.raises(ds.ConfigError, match=r"transformers has no V4\.1"):
         ds.save_checkpoint(models["v41"], tmp_path / "other", "hf")
+
+
+def test_a_disk_that_fills_up_in_the_middle(folders, tmp_path, monkeypatch, capsys):
+    """Exit status 1 with the folder's name; what is there is no checkpoint, and the same command finishes it."""
+    source, target, real = folders["v4", "fp4"], tmp_path / "out", safetensors_files.os.fsync
+    flushed = []
+
+    def full(file):
+        flushed.append(file)
+        if len(flushed) == 3:
+            raise OSError(28, "No space left on device")
+        real(file)
+
+    monkeypatch.setattr(safetensors_files.os, "fsync", full)
+    monkeypatch.setattr(convert_folder, "__defaults__", (10_000,))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["convert", str(source), str(target), "--format", "f32"])
+    assert ended.value.code == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{target} cannot be written: [Errno 28] No space left on device" in said and "goes on" in said
+    assert len(list(target.glob("*.safetensors"))) == 2 and not (target / INDEX).exists()
+    with pytest.raises(ds.ConfigError, match=re.escape(str(target))):
+        ds.load_checkpoint(target)
+    monkeypatch.setattr(safetensors_files.os, "fsync", real)
+    cli.main(["convert", str(source), str(target), "--format", "f32"])
+    assert not list(target.glob("*.part"))
+    same(*(ds.to_official(ds.load_checkpoint(folder)) for folder in (source, target)))
+
+
+def test_a_conversion_takes_no_mesh(folders, tmp_path, capsys):
+    """It holds a piece of a tensor at a time, in one process."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["convert", str(folders["v4", "f32"]), str(tmp_path / "out"), "--mesh.data", "8"])
+    assert ended.value.code == 2 and "unrecognized arguments: --mesh.data 8" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["v4_flash_tiny", "v4_pro_tiny", "v41_tiny"])
+def test_golden_models_in_bf16_come_back_bit_by_bit(tmp_path, name):
+    """Saved, loaded and saved: numbers of bf16 stay, and so do the files."""
+    spec, fields, _ = golden_weights.read(name)
+    tensors = golden_weights.weights(spec)
+    cfg = ds.model_config_from_official(fields)
+    half = {n: x if n.endswith("tid2eid") else stored_value(n, x, "bf16", cfg) for n, x in tensors.items()}
+    model = empty_model(cfg)
+    ds.load_official(model, half)
+    ds.save_checkpoint(model, tmp_path / "one")
+    loaded = ds.load_checkpoint(tmp_path / "one")
+    same(ds.to_official(loaded), ds.to_official(model))
+    ds.save_checkpoint(loaded, tmp_path / "two")
+    one, two = ({f.name: f.read_bytes() for f in (tmp_path / side).glob("*.safetensors*")} for side in ("one", "two"))
+    assert one == two and len(one) > 1
 
 
 @given(
