@@ -94,7 +94,7 @@ def load_and_save(folder: Path, storage: str) -> dict[str, Any]:
     import dsv4_jax as ds
     from dsv4_jax.mesh import make_mesh
 
-    mesh = make_mesh(2, 4, 1)
+    mesh = make_mesh(8, 1, 1)  # every array is split over all devices where its sizes allow it
     jax.block_until_ready(jax.device_put(0.0))
     total = read_bytes(folder)
     _, reading = measure(lambda: read_bytes(folder))
