@@ -1,20 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention core: all entries under a mask against each query's own gathered, and memory by length.
+"""Attention core: all entries under a mask against each query's own gathered, and memory by length; the TPU compiler's
+estimate of a block of queries.
 
     python benchmarks/attention.py
+    JAX_PLATFORMS=cpu python benchmarks/attention.py v5p:2x2x1 csa:65536 window:65536
 
-Prints time and temporary memory of one CSA layer's core with its gradient. GATHER_COST in
-`dsv4_jax/ops/attention.py` is read off the first table: the M / k at which gathering starts to win.
+The first prints time and temporary memory of one CSA layer's core with its gradient. GATHER_COST in
+`dsv4_jax/ops/attention.py` is read off its first table: the M / k at which gathering starts to win.
+
+The second compiles the core with the sizes of DeepSeek-V4-Flash for a TPU that need not exist (needs libtpu). It prints
+the estimate of a block of 128 queries, its largest operations, and those that the compiler does not estimate (sorts,
+gathers, scatters).
 """
+
+import re
+import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from timing import fastest
 
 from dsv4_jax.ops.attention import Index, attend
 from dsv4_jax.ops.documents import find_documents, find_windows
+from dsv4_jax.ops.indexer import count_tile
 
 H, K, I, J, RATIO, WINDOW = 8, 64, 16, 32, 4, 128
+# DeepSeek-V4-Flash: heads and widths; ratio and selected entries of each kind, None without an indexer.
+FLASH = {"H": 64, "K": 512, "I": 64, "J": 128}
+KINDS = {"window": (0, None), "hca": (128, None), "csa": (4, 512), "warmup": (4, 0)}
+BLOCK, MEGAHERTZ = 128, 1750  # clock of v5p, in which the estimates count
 
 
 def compiled(S: int, topk: int, select: str):
@@ -29,7 +44,7 @@ def compiled(S: int, topk: int, select: str):
     def loss(q, kv, sink, entries, index_q, index_w, index_k):
         index = Index(index_q, index_w, index_k, topk)
         out = attend(
-            q, kv, sink, first, window=WINDOW, entries_BMK=entries, windows=at, index=index, block=128, select=select
+            q, kv, sink, first, window=WINDOW, entries_BMK=entries, windows=at, index=index, block=BLOCK, select=select
         )
         return (out.o_BSHK**2).sum() + out.kl_BS.sum()
 
@@ -37,7 +52,97 @@ def compiled(S: int, topk: int, select: str):
     return program, lambda: program(*arrays)
 
 
+def compile_for_tpu(kind: str, S: int, topology: str, gradient: bool):
+    """Compile the core of a layer of V4-Flash for one row of S positions; return it and its tiles of scores."""
+    from jax.experimental import topologies
+
+    device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    (H, K, I, J), (ratio, topk) = FLASH.values(), KINDS[kind]
+    M, where = S // ratio if ratio else 0, jax.sharding.SingleDeviceSharding(device)
+
+    def array(*shape: int, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct((1, *shape), dtype, sharding=where)
+
+    index = (array(S, I, J), array(S, I, dtype=jnp.float32), array(M, J)) if topk is not None else None
+    x = (array(S, H, K), array(S, K), array(H, dtype=jnp.float32), array(M, K) if ratio else None, index)
+
+    def core(x, segments):
+        (q, kv, sink, entries, index), docs = x, find_documents(segments)
+        options = dict(window=WINDOW, entries_BMK=entries, windows=find_windows(docs, ratio) if ratio else None)
+        index = None if index is None else Index(*index, topk)
+        out = attend(q, kv, sink[0], docs.first_BS, index=index, block=BLOCK, **options)
+        return out.o_BSHK, out.kl_BS
+
+    def pull(x, segments, do):
+        (_, kl), back = jax.vjp(lambda x: core(x, segments), x)
+        return back((do, jnp.ones_like(kl)))
+
+    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("x",))):
+        tiles = -(-M // count_tile(jnp.zeros((1, BLOCK, I, J))))
+        traced = (
+            jax.jit(pull).trace(x, array(S, dtype=jnp.int32), x[0])
+            if gradient
+            else jax.jit(core).trace(x, array(S, dtype=jnp.int32))
+        )
+        return traced.lower(lowering_platforms=("tpu",)).compile(), tiles
+
+
+def list_operations(program: str, tiles: int) -> list[tuple[float | None, str]]:
+    """List the estimated microseconds of all operations in the loops over blocks, for one block; None: no estimate.
+
+    Loops inside are those over tiles of entries. Their operations count `tiles` times: the last block of a row scores
+    all of them, the middle one half.
+    """
+    bodies: dict[str, list[str]] = {}
+    for line in program.splitlines():
+        if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$", line):
+            lines = bodies.setdefault("ENTRY" if line.startswith("ENTRY") else head[1], [])
+        elif line.startswith("  "):
+            lines.append(line)
+
+    def walk(name: str, times: int) -> list[tuple[float | None, str]]:
+        found: list[tuple[float | None, str]] = []
+        for line in bodies[name]:
+            if body := re.search(r" while\(.*body=%?([\w.\-]+)", line):
+                found += walk(body[1], times * tiles if name != "ENTRY" else 1)
+            elif name != "ENTRY" and (cycles := re.search(r'cycles":"(\d+)"', line)) and int(cycles[1]) < 1 << 50:
+                found.append((times * int(cycles[1]) / MEGAHERTZ, line))
+            elif name != "ENTRY" and re.search(r" (sort|scatter|gather|fusion)\(", line):
+                found.append((None, line))
+        return found
+
+    return walk("ENTRY", 1)
+
+
+def describe(line: str) -> str:
+    """Return the shape and the source of an operation."""
+    shape, source = re.search(r" = (\(?\w+\[[\d,]*\])", line), re.search(r'op_name="([^"]*)"', line)
+    return f"{shape[1] if shape else '':28} {'/'.join(source[1].split('/')[-2:]) if source else ''}"
+
+
+def estimate(topology: str, layers: list[str]) -> None:
+    """Print the compiler's estimates of layers such as `csa:65536`."""
+    for layer in layers:
+        kind, S = layer.split(":")
+        for gradient in (False, True):
+            program, tiles = compile_for_tpu(kind, int(S), topology, gradient)
+            operations = list_operations(program.as_text(), tiles)
+            known = sorted(((us, line) for us, line in operations if us is not None), reverse=True)
+            temporary = program.memory_analysis().temp_size_in_bytes
+            print(
+                f"{topology} {layer} {'gradient' if gradient else 'forward'}: "
+                f"a block {sum(us for us, _ in known):.0f} us, temporary {temporary / 1e9:.2f} GB"
+            )
+            for us, line in known[:8]:
+                print(f"    {us:6.0f} us  {describe(line)}")
+            for line in (line for us, line in operations if us is None):
+                print(f"    no estimate {describe(line)}", flush=True)
+
+
 def main() -> None:
+    if len(sys.argv) > 1:
+        estimate(sys.argv[1], sys.argv[2:] or ["csa:65536"])
+        return
     print(f"{jax.default_backend()}, jax {jax.__version__}; H {H}, K {K}, ratio {RATIO}, window {WINDOW}")
     for S, topk in ((2048, 128), (2048, 32), (4096, 64), (4096, 32), (8192, 64)):
         masked, gathered = compiled(S, topk, "masked"), compiled(S, topk, "gathered")
