@@ -70,6 +70,28 @@ def softmax_with_sink(logits: tuple[jax.Array, ...], sink_H: jax.Array) -> tuple
     return tuple(w / total for w in weights)
 
 
+def _query(q_BTHK: jax.Array, keys: jax.Array) -> jax.Array:
+    """Multiply queries by keys [B, U, K] that all share, or by keys [B, T, k, K] of each: fp32 [B, T, H, .].
+
+    For shared keys queries and heads are the rows of one matrix. Queries stay before heads, as they come, so that no
+    array is transposed for it.
+    """
+    if keys.ndim == 4:
+        return jnp.einsum("bthk,btmk->bthm", q_BTHK, keys, preferred_element_type=jnp.float32)
+    B, T, H, K = q_BTHK.shape
+    x = jnp.einsum("brk,buk->bru", q_BTHK.reshape(B, T * H, K), keys, preferred_element_type=jnp.float32)
+    return x.reshape(B, T, H, -1)
+
+
+def _weigh(p_BTHU: jax.Array, keys: jax.Array) -> jax.Array:
+    """Sum keys with the weights of the heads, [B, T, H, K]; keys as in `_query`."""
+    p_BTHU = p_BTHU.astype(keys.dtype)
+    if keys.ndim == 4:
+        return jnp.einsum("bthm,btmk->bthk", p_BTHU, keys)
+    B, T, H, U = p_BTHU.shape
+    return jnp.einsum("bru,buk->brk", p_BTHU.reshape(B, T * H, U), keys).reshape(B, T, H, -1)
+
+
 def attend(
     q_BSHK: jax.Array,
     kv_BSK: jax.Array,
@@ -145,21 +167,19 @@ def attend(
         near_TU = (u <= t[:, None]) & (u > t[:, None] - window)
         seen_BTU = near_TU & (u >= near_BT[..., None])
 
-        def logits(equation: str, keys: jax.Array, allowed: jax.Array) -> jax.Array:
-            x = jnp.einsum(equation, q_BTHK, keys, preferred_element_type=jnp.float32)
-            return jnp.where(allowed[:, :, None], x * K**-0.5, -jnp.inf)
+        def logits(keys: jax.Array, allowed: jax.Array) -> jax.Array:
+            return jnp.where(allowed[:, :, None], _query(q_BTHK, keys) * K**-0.5, -jnp.inf)
 
-        # Queries stay before heads, as they come, so that a block of queries [T, H, K] is a matrix [T H, K] as it is.
-        near = logits("bthk,buk->bthu", kv_BUK, seen_BTU)
+        near = logits(kv_BUK, seen_BTU)
         if entries_BMK is None or windows is None:
             (p,) = softmax_with_sink((near,), sink_H)
-            o = jnp.einsum("bthu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)
+            o = _weigh(p, kv_BUK)
             return o, varying(jnp.zeros(first_BT.shape), o), None, None, None
 
         # Entries: visible [B, T, M] are those of the query's document whose window has ended; a pool narrows them.
         allowed = visible = (windows.end_BM[:, None] <= t[:, None]) & (windows.start_BM[:, None] >= first_BT[..., None])
         score = made = recall = None
-        entries, letters = entries_BMK, "bmk"
+        entries = entries_BMK
         if index is not None:
             if pool is not None and index.pool:
                 allowed = visible & mask_blocks(pool, M, index.pool[1])
@@ -170,22 +190,22 @@ def attend(
                 made = select_blocks(score, allowed, windows, *index.pool)
             topk = select_entries(score, allowed, k) if k else None
             if index.recall:  # measured on the attention to all visible entries, also where the layer selects
-                _, p_all = softmax_with_sink((near, logits("bthk,bmk->bthm", entries_BMK, visible)), sink_H)
+                _, p_all = softmax_with_sink((near, logits(entries_BMK, visible)), sink_H)
                 recall = indexer_recall(p_all, visible, select_entries(score, allowed, min(index.recall, M)))
         # The keys of the far part: each query's k entries [B, T, k, K], or all [B, M, K] under a mask.
         if topk is not None and gathered:
             allowed = topk >= 0
             take = jax.vmap(lambda x_MK, i_Tk: x_MK[i_Tk])
-            entries, letters = take(entries_BMK, jnp.maximum(topk, 0)), "btmk"
+            entries = take(entries_BMK, jnp.maximum(topk, 0))
             if index is not None:
                 score = index_scores(index_q, index_w, take(index.k_BMJ, jnp.maximum(topk, 0)))
         elif topk is not None and k < M:
             allowed = mask_entries(topk, M)
         # One softmax over window, entries and sink; the indexer learns from the entries' share of it.
-        far = logits(f"bthk,{letters}->bthm", entries, allowed)
+        far = logits(entries, allowed)
         p, p_far = softmax_with_sink((near, far), sink_H)
-        o = jnp.einsum("bthu,buk->bthk", p.astype(kv_BUK.dtype), kv_BUK)
-        o += jnp.einsum(f"bthm,{letters}->bthk", p_far.astype(entries.dtype), entries)
+        o = _weigh(p, kv_BUK)
+        o += _weigh(p_far, entries)
         kl = varying(jnp.zeros(first_BT.shape), o) if score is None else indexer_loss(p_far, score, allowed)
         return o, kl, topk, made, recall
 
