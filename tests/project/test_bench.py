@@ -3,6 +3,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 from support import ROOT
@@ -10,6 +11,7 @@ from support import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import peers
 import results
+import tpu
 from results import Line
 
 
@@ -45,3 +47,28 @@ def test_sides_that_run_different_models_are_refused():
     for other in ({"parameters": 11}, {"loss": float("nan")}):
         with pytest.raises(SystemExit):
             peers.compare((1, 2048), side, side | other)
+
+
+PROGRAM = """
+ENTRY %main (x: bf16[8,128], w: bf16[128,128]) -> bf16[32,128] {
+  %x = bf16[8,128]{1,0} parameter(0)
+  %w = bf16[128,128]{1,0} parameter(1)
+  %start = (bf16[8,128]{1,0}, bf16[32,128]{1,0}) all-gather-start(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+  %y = bf16[8,128]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %k = bf16[8,128]{1,0} custom-call(%y), backend_config={"cost_estimate":{"flops":"1000"}}
+  ROOT %out = bf16[32,128]{1,0} all-gather-done(%start)
+}
+"""
+
+
+def test_a_compiled_program_is_held_against_the_chip():
+    memory = SimpleNamespace(argument_size_in_bytes=19 * 2**30, temp_size_in_bytes=28.5 * 2**30)
+    program = SimpleNamespace(memory_analysis=lambda: memory, as_text=lambda: PROGRAM)
+    product, moved = 2 * 8 * 128 * 128, 2 * 128 * (8 + 32 + 8 + 128 + 8 + 8 + 8)
+    lines = {line.figure: line for line in tpu.describe("p", program, "TPU v5", product, product, 0.5)}
+    assert lines["p: memory over the chip's"].value == 0.5  # of 95 GiB
+    # An even load fills half of the rows that the kernel declares.
+    assert lines["p: operations over the model's"].value == pytest.approx(1 + 500 / product)
+    assert lines["p: sent beside work"].value == 1 and "1 all-gather" in lines["p: sent beside work"].note
+    utilisation = lines["p: model utilisation by the roofline"]
+    assert utilisation.value == pytest.approx(product / 459e12 / (moved / 2765e9)) and not utilisation.reached
