@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
@@ -75,8 +76,10 @@ def group_parameters(cfg: Config, params: Any, frozen: str | None = None) -> Any
     return tables[optim.name](params, frozen=frozen, weight_decay=optim.weight_decay)
 
 
-def make_optimizer(cfg: Config, params: Any, clock: Clock | None = None) -> optax.GradientTransformation:
+def make_optimizer(cfg: Config, params: Any, clock: Clock | None = None) -> optax.GradientTransformationExtraArgs:
     """Make the optimizer: clip the gradient's global norm, then apply the configured rule of every parameter.
+
+    Its `update` accepts `norm`, the global norm of the gradients, so that it is not computed twice.
 
     Args:
         cfg: configuration of the run or of one of its stages.
@@ -85,7 +88,7 @@ def make_optimizer(cfg: Config, params: Any, clock: Clock | None = None) -> opta
     """
     optim, rate = cfg.optim, make_schedule(cfg.optim, cfg.steps, clock or cfg.resolved_stages[0].clock)
     # Without clipping the state has the same structure, so that a stage or a resumed run may switch it.
-    clip = optax.clip_by_global_norm(optim.clip) if optim.clip else optax.identity()
+    clip = clip_by_norm(optim.clip) if optim.clip else optax.identity()
     if optim.make:
         return optax.chain(clip, _custom(optim.make, rate, params))
     rules = grouped(
@@ -105,6 +108,21 @@ def make_optimizer(cfg: Config, params: Any, clock: Clock | None = None) -> opta
         eps=optim.eps,
     )
     return optax.chain(clip, rules)
+
+
+def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:
+    """Clip the global norm of the gradients as optax does; `update` accepts a `norm` that is computed already.
+
+    Gradients are multiplied, which XLA does inside the operations that read them. optax divides: XLA stores the result.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None, *, norm: jax.Array | None = None, **extra_args: Any):
+        del params, extra_args
+        norm = optax.tree.norm(updates) if norm is None else norm
+        factor = jnp.where(norm < limit, 1, limit / norm)
+        return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
 
 
 def _custom(name: str, rate: optax.Schedule, params: Any) -> optax.GradientTransformation:

@@ -112,17 +112,18 @@ def make_train_step(
         batch = objective.prepare(batch, state.step)
         trained, others = split_trained(cfg, state.params)
         (total, (found, load_LE)), grads = gradient(trained, others, state.buffers, batch)
+        with jax.named_scope("norms"):
+            norms = compute_gradient_norms(grads)
+            norm = compute_norm(jnp.concatenate([jnp.atleast_1d(n) for n in norms.values()]))
         # New parameters and router biases. The optimizer's state has moments of what other stages train, too.
         with jax.named_scope("optimizer"):
-            updates, changed = tx.update(grads, part_of(state.opt_state, moments), trained)
+            updates, changed = tx.update(grads, part_of(state.opt_state, moments), trained, norm=norm)
             moved: Any = optax.apply_updates(trained, updates)
             params = nnx.merge_state(state.params, moved)
         buffers = state.buffers
         if objective.balances:
             buffers = update_biases(model, buffers, load_LE, cfg.routing.bias_speed, objective.layers.start)
         # Whether the step counts.
-        norms = compute_gradient_norms(grads)
-        norm = compute_norm(jnp.concatenate([jnp.atleast_1d(n) for n in norms.values()]))
         # fp32 must hold the norm's square: clipping computes it, and AdamW's second moments are parts of it.
         finite = jnp.isfinite(total) & jnp.isfinite(norm * norm)
         # A step that is not finite is skipped whole: parameters, moments, the schedule's count and biases stay.

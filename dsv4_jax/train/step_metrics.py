@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the metrics of a training step: gradient norms, balance of the experts, sizes of the updates."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,23 +17,43 @@ from dsv4_jax.optim.groups import list_groups
 
 def compute_gradient_norms(grads: nnx.State) -> dict[str, jax.Array]:
     """Return the norm of every gradient by the parameter's path, fp32; [layers] for stacked parameters."""
-    norms = {}
-    for path, variable in nnx.to_flat_state(grads):
-        axes = tuple(i for i, name in enumerate(variable.axes) if name != "layers")
-        norms[".".join(map(str, path))] = compute_norm(variable.get_value(), axes)
-    return norms
+    flat = nnx.to_flat_state(grads)
+    axes = [tuple(i for i, name in enumerate(variable.axes) if name != "layers") for _, variable in flat]
+    norms = compute_norms([variable.get_value() for _, variable in flat], axes)
+    return {".".join(map(str, path)): norm for (path, _), norm in zip(flat, norms, strict=True)}
 
 
 def compute_norm(x: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
-    """Compute the Euclidean norm of x over `axes`, fp32; no square over- or underflows.
+    """Compute the Euclidean norm of x over `axes`, fp32; see `compute_norms`."""
+    return compute_norms([x], [axes])[0]
 
-    x is divided by about its largest entry, rounded to a power of two so that the division changes no digit.
+
+def compute_norms(xs: Sequence[jax.Array], axes: Sequence[tuple[int, ...] | None]) -> list[jax.Array]:
+    """Compute the Euclidean norm of each array over its axes, fp32; no square over- or underflows.
+
+    An array is scaled by about its largest entry, rounded to a power of two so that the scaling changes no digit.
+    Everything but the two reductions of an array is computed for all arrays at once: hundreds of operations on single
+    numbers would take seconds to compile.
     """
-    x = x.astype(jnp.float32)
-    largest = jnp.abs(x).max(axes, keepdims=True, initial=0)
-    scale = jax.lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=0)
-    scale = jnp.where(jnp.isfinite(scale) & (scale > 0), scale, 1)
-    return jnp.sqrt(jnp.square(x / scale).sum(axes)) * scale.squeeze(axes)
+    xs = [x.astype(jnp.float32) for x in xs]
+    every = [tuple(range(x.ndim)) if a is None else a for x, a in zip(xs, axes, strict=True)]
+    zero = jnp.zeros((), jnp.float32)
+    largest = [jax.lax.reduce(jnp.abs(x), zero, jax.lax.max, a) for x, a in zip(xs, every, strict=True)]
+    scale = jax.lax.reduce_precision(_join(largest), exponent_bits=8, mantissa_bits=0)
+    scale = jnp.clip(scale, 2.0**-126, 2.0**126)  # the powers of two whose reciprocals are normal numbers
+    factors = [jnp.expand_dims(f, a) for f, a in zip(_cut(1 / scale, largest), every, strict=True)]
+    squares = [jnp.square(x * f).sum(a) for x, f, a in zip(xs, factors, every, strict=True)]
+    return _cut(jnp.sqrt(_join(squares)) * scale, squares)
+
+
+def _join(xs: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate([x.ravel() for x in xs])
+
+
+def _cut(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """Cut what `_join` would make of arrays `like` these into arrays of their shapes."""
+    parts = jnp.split(joined, list(itertools.accumulate(x.size for x in like))[:-1])
+    return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
 
 
 def measure_balance(load_LE: jax.Array, buffers: nnx.State, names: Sequence[str]) -> dict[str, jax.Array]:
@@ -73,12 +94,11 @@ def name_layers(cfg: ModelConfig, layers: range) -> list[str]:
 
 def compute_update_ratios(groups: Any, updates: Any, params: Any) -> dict[str, jax.Array]:
     """Return the norm of the updates over the norm of the weights, of all parameters of a rule, for every rule."""
-    norms: dict[str, list[jax.Array]] = {}
-    for group, u, p in zip(list_groups(groups), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
-        squares = jnp.stack([(x.astype(jnp.float32) ** 2).sum() for x in (u, p)])
-        norms.setdefault(group.rule, []).append(squares)
-    sums = {rule: jnp.sqrt(sum(found)) for rule, found in norms.items()}
-    return {f"optim/update_ratio/{rule}": up[0] / jnp.maximum(up[1], 1e-20) for rule, up in sums.items()}
+    squares: dict[str, list[list[jax.Array]]] = {}
+    for group, *pair in zip(list_groups(groups), jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
+        squares.setdefault(group.rule, []).append([(x.astype(jnp.float32) ** 2).sum() for x in pair])
+    norms = {rule: jnp.sqrt(jnp.array(found).sum(0)) for rule, found in squares.items()}
+    return {f"optim/update_ratio/{rule}": up[0] / jnp.maximum(up[1], 1e-20) for rule, up in norms.items()}
 
 
 def loss_metrics(found: Mapping[str, Any]) -> dict[str, Any]:

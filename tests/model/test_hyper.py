@@ -68,6 +68,51 @@ def test_sinkhorn_gradient_matches_finite_differences():
     np.testing.assert_allclose((grad * r[1]).sum(), (f(1e-5) - f(-1e-5)) / 2e-5, rtol=1e-4)
 
 
+def plain_sinkhorn(z: jax.Array, iterations: int, eps: float) -> jax.Array:
+    """The normalisations one after another, for JAX to differentiate."""
+    c = jax.nn.softmax(z, axis=-1) + eps
+    for i in range(iterations):
+        c = c / (c.sum(-1, keepdims=True) + eps) if i else c
+        c = c / (c.sum(-2, keepdims=True) + eps)
+    return c
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+@pytest.mark.parametrize("iterations, eps", [(20, 1e-6), (1, 1e-2), (2, 1e-2), (7, 0.3)])
+def test_sinkhorn_gradient_is_that_of_jax(scale: float, iterations: int, eps: float):
+    z, r = f32(logits(scale), np.random.RandomState(1).standard_normal((B, S, N, N)))
+    got, want = (
+        jax.jit(jax.grad(lambda z, f=f: (f(z, iterations, eps) * r).sum()))(z) for f in (hyper.sinkhorn, plain_sinkhorn)
+    )
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("dtype, within", [("float32", 1e-6), ("bfloat16", 1e-2)])
+def test_gradients_of_collapse_and_expand_are_those_of_jax(dtype: str, within: float):
+    arrays = f32(*(np.random.RandomState(4).standard_normal(s) for s in ((B, S, N), (B, S, N), (B, S, N, N))))
+    x, y, r = (a.astype(dtype) for a in f32(*np.random.RandomState(5).standard_normal((3, B, S, N, D))))
+
+    def plain(x, y, mix):
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        u = jnp.einsum("bsj,bsjd->bsd", mix.pre_BSN, x).astype(dtype)
+        out = jnp.einsum("bsjk,bsjd->bskd", mix.comb_BSNN, x) + mix.post_BSN[..., None] * y[:, :, None]
+        return u, out.astype(dtype)
+
+    def ours(x, y, mix):
+        return hyper.collapse(x, mix.pre_BSN), hyper.expand(y, x, mix)
+
+    def gradient(f):
+        loss = lambda *a: sum(
+            (out.astype(jnp.float32) * w).sum() for out, w in zip(f(*a), (r[:, :, 0], r), strict=True)
+        )
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, y[:, :, 0], Mix(*arrays))
+
+    for got, want in zip(jax.tree.leaves(gradient(ours)), jax.tree.leaves(gradient(plain)), strict=True):
+        assert got.dtype == want.dtype
+        got, want = (np.asarray(a, np.float32) for a in (got, want))
+        np.testing.assert_allclose(got, want, rtol=0, atol=within * np.abs(want).max())
+
+
 def connection(outputs: int, scales: int) -> tuple[np.ndarray, ...]:
     """Streams, fn, base and scale, all random."""
     r = np.random.RandomState(2)

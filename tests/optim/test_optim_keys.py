@@ -3,11 +3,12 @@
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from support.runs import small
 
-from dsv4_jax.train.optimizer import group_parameters, make_optimizer
+from dsv4_jax.train.optimizer import clip_by_norm, group_parameters, make_optimizer
 from dsv4_jax.train.state import abstract_model
 
 CFG = small("", "run").replace({"optim.name": "deepseek_v41", "optim.weight_decay": 0.0, "optim.momentum": 0.0})
@@ -60,3 +61,13 @@ def test_clipping_is_off_at_0():
     np.testing.assert_allclose(off, norm * on, rtol=1e-4)
     states = [make_optimizer(CFG.replace({"optim.clip": clip}), SHAPES).init(gradients(1.0)) for clip in (0.0, 1.0)]
     assert jax.tree.structure(states[0]) == jax.tree.structure(states[1])
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e10])
+def test_clipping_is_that_of_optax(scale):
+    """Also where the step passes the norm that it has computed."""
+    grads = gradients(scale)
+    want, _ = optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())
+    for given in ({}, {"norm": optax.tree.norm(grads)}):
+        got, _ = clip_by_norm(1.0).update(grads, optax.EmptyState(), **given)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
