@@ -60,8 +60,9 @@ def _scale(z_BSNN: jax.Array, iterations: int, eps: float) -> tuple[jax.Array, j
 
     row = jnp.ones_like(p[0])
     first = row, 1 / (_sum_rows(p, row) + eps)
-    _, (rows, columns) = jax.lax.scan(step, first, length=iterations - 1)
-    return p, *(jnp.concatenate([f[None], rest]) for f, rest in zip(first, (rows, columns), strict=True))
+    _, others = jax.lax.scan(step, first, length=iterations - 1)
+    rows, columns = jax.tree.map(lambda f, rest: jnp.concatenate([f[None], rest]), first, others)
+    return p, rows, columns
 
 
 def _sum_rows(a_NN: jax.Array, row: jax.Array) -> jax.Array:
