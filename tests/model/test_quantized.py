@@ -14,6 +14,8 @@ from support.golden_models import computed_as, forward, ruled_model, small_confi
 import dsv4_jax as ds
 from dsv4_jax.mesh import BATCH, make_mesh
 from dsv4_jax.model import attention, quantized
+from dsv4_jax.model.cache import commit, init_cache
+from dsv4_jax.model.place import LayerCache
 from dsv4_jax.ops import experts
 from dsv4_jax.ops import quantize as q
 from dsv4_jax.ops.experts import Experts, Kernels, apply_experts
@@ -32,6 +34,10 @@ CONFIGS = {
         query_norm=False,
     ),
 }  # fmt: skip
+FORMS = {
+    "v4": {"window": q.ROWS_64, "entries": q.ROWS_64, "index": q.FP4},
+    "v41": {"window": q.ROWS_32, "entries": q.ENTRIES, "index": q.FP4},
+}
 IDS = np.random.default_rng(0).integers(0, 64, (2, 37)).astype(np.int32)
 
 
@@ -52,11 +58,7 @@ def test_attention_reads_what_caches_hold(monkeypatch, name):
 
     monkeypatch.setattr(attention, "attend", spy)
     still = slice(0, None if name == "v41" else -cfg.rope_head_dim)
-    forms = {
-        "window": q.ROWS_32 if name == "v41" else q.ROWS_64,
-        "entries": q.ENTRIES if name == "v41" else q.ROWS_64,
-        "index": q.FP4,
-    }
+    forms = FORMS[name]
     model = ruled_model(cfg)
     for on in (("window", "index"), ("entries",)):
         read.clear()
@@ -76,6 +78,27 @@ def test_attention_reads_what_caches_hold(monkeypatch, name):
         assert all(exact.values())
         assert {key for key, each in exact.items() if all(each)} == set(on)
         assert {key for key, each in exact.items() if any(each)} == set(on)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_cache_holds_values_of_its_formats(name):
+    """So that generation computes with what training has seen, and could store it in so many bits."""
+    cfg = CONFIGS[name]
+    model, rows = computed_as(ruled_model(cfg), quantize=SWITCHES), np.full(2, 37)
+    run = jax.jit(lambda model, cache, ids: commit(model.extend(cache, ids, rows)[1], rows))
+    layers = run(model, init_cache(cfg, 2, 64), IDS).layers
+    held = {"window": [], "entries": [], "index": []}
+    for layer in jax.tree.leaves(layers, is_leaf=lambda x: isinstance(x, LayerCache)):
+        held["window"].append(layer.recent.window_BUK)
+        if layer.entries is not None:
+            held["entries"].append(layer.entries.entries_BmK)
+            held["index"].append(layer.entries.keys_BmJ)
+    for key, form in FORMS[name].items():
+        for x in (np.asarray(x) for x in held[key] if x is not None):
+            x = x if key == "index" or name == "v41" else x[..., : -cfg.rope_head_dim]
+            assert np.abs(x).max() > 0.1
+            np.testing.assert_array_equal(rounded(x, form), x)
+    assert all(any(x is not None for x in arrays) for arrays in held.values())
 
 
 @pytest.mark.parametrize("width", [40, 128], ids=["parts that cut blocks", "whole blocks"])
