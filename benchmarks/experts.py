@@ -4,10 +4,12 @@
 JAX_PLATFORMS=cpu python benchmarks/experts.py v5p:2x2x4 v5p:4x4x4
 
 Needs libtpu. The time is the sum of the compiler's estimates of all operations; loop bodies count once, which is right
-for an even load. The compiler estimates neither kernels (grouped products) nor the wire time of an exchange.
+for an even load. The compiler estimates neither kernels nor the wire time of an exchange. The roofline time of the
+kernels (grouped products) of an even load is a figure of its own.
 """
 
 import functools
+import math
 import re
 import sys
 from collections import Counter
@@ -25,6 +27,8 @@ from dsv4_jax.train.programs import POLICY
 
 TOKENS, D, F, EXPERTS, CHOICES = 4096, 4096, 2048, 256, 6  # of a device; sizes of configs/v4_flash.py
 HERTZ = 1.75e9  # clock of v5p, in which the estimates count
+# One v5p: bf16 operations and bytes from memory, a second.
+PEAK, BANDWIDTH = 459e12, 2.765e12
 # Rows of an even load in bf16: x, gate, up, hidden and y.
 ACTIVATIONS = TOKENS * CHOICES * (2 * D + 3 * F) * 2
 
@@ -71,6 +75,21 @@ def list_estimates(program: str) -> list[tuple[int, str]]:
     return sorted(((cycles, line) for cycles, line in found if cycles < 1 << 50), reverse=True)
 
 
+def kernel_seconds(devices: int, gradient: bool) -> float:
+    """Compute the roofline time of the grouped products of an even load on one v5p, in seconds.
+
+    The bytes are those that the kernels move with the tiles that `ops/grouped_pallas.py` chooses. Rows are read twice,
+    for two tiles of columns. In a gradient of the weights, which are tiles of 1024 x 1024, the rows of D are read
+    twice and those of F four times.
+    """
+    rows, w = TOKENS * CHOICES, EXPERTS // devices * D * F
+    up, down = 2 * (2 * rows * D + rows * F + w), 2 * (2 * rows * F + rows * D + w)
+    outer = 2 * (2 * rows * D + 4 * rows * F) + 2 * 4 * w  # the fp32 sum is read and written
+    dx = down + 2 * rows * D  # the second product adds to the first
+    moved = [up, up, down] + [up, down, dx, outer, outer, outer] * gradient
+    return sum(max(2 * rows * D * F / PEAK, size / BANDWIDTH) for size in moved)
+
+
 def measure(topology: str, waves: int = 1, exchange: str = "ragged") -> list[dict[str, Any]]:
     """Measure the forward pass and the gradient of the layer."""
     rows = []
@@ -88,6 +107,7 @@ def measure(topology: str, waves: int = 1, exchange: str = "ragged") -> list[dic
                 "output_bytes": memory.output_size_in_bytes,
                 "activation_bytes": ACTIVATIONS,
                 "seconds": sum(cycles for cycles, _ in list_estimates(text)) / HERTZ,
+                "kernel_seconds": kernel_seconds(math.prod(map(int, topology.split(":")[1].split("x"))), gradient),
                 "collectives": dict(kinds),
             }
         )
@@ -102,7 +122,8 @@ def main() -> None:
                 print(
                     f"{topology} waves {waves} {row['pass']:8} temporary {row['temporary_bytes'] / 1e9:.2f} GB = "
                     f"{row['temporary_bytes'] / row['activation_bytes']:.1f} x activations, "
-                    f"estimate {row['seconds'] * 1e3:.1f} ms  {row['collectives']}",
+                    f"estimate {row['seconds'] * 1e3:.1f} ms + kernels {row['kernel_seconds'] * 1e3:.1f} ms  "
+                    f"{row['collectives']}",
                     flush=True,
                 )
 

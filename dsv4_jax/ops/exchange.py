@@ -117,6 +117,11 @@ class Gathered:
         """Return the number R of rows of a part."""
         return self.room
 
+    @property
+    def used(self) -> float:
+        """Return the share of a round's rows that an even load fills."""
+        return 1.0 if isinstance(self.rounds, int) else 0.5
+
     def sizes(self, part: int | jax.Array) -> jax.Array:
         """Count the rows of each expert in a part, int32 [E]."""
         inside = jnp.clip(self.ends_E - part * self.room, 0, self.room)
@@ -276,6 +281,11 @@ class Sent:
     def rows(self) -> int:
         """Return the number R of rows of a part."""
         return self.room * ALIGN
+
+    @property
+    def used(self) -> float:
+        """Return the share of a round's rows that an even load fills."""
+        return 1.0 if isinstance(self.rounds, int) else 0.5
 
     def sizes(self, part: int | jax.Array) -> jax.Array:
         """Count the rows of each expert in a part, int32 [E]."""

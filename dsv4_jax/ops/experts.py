@@ -92,10 +92,6 @@ def _apply(
     return _forward(how, x_TD, weights_Tk, experts_Tk, kernels)[0]
 
 
-def _gate_and_up(how: Experts, x_RD: jax.Array, whole: Kernels, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return rows_product(x_RD, whole.w1, sizes, how.impl), rows_product(x_RD, whole.w3, sizes, how.impl)
-
-
 def _forward(how, x_TD, weights_Tk, experts_Tk, kernels):
     """Run the rounds; keep the products of the first one, which is the last that runs."""
     own = kernels.w1.shape[0]
@@ -105,14 +101,15 @@ def _forward(how, x_TD, weights_Tk, experts_Tk, kernels):
         rounds = Sent.plan(experts_Tk, own, how.count, how.waves)
     whole = _gather_kernels(how, kernels, x_TD.dtype)
     x, weights = rounds.tokens(x_TD), rounds.choices(weights_Tk)
+    product = functools.partial(rows_product, impl=how.impl, used=rounds.used)
 
     def step(part, number, carry):
         y, hit, kept = carry
         sizes = rounds.sizes(number)
         x_RD, weight_R = rounds.receive(number, x), rounds.receive(number, weights)
-        gate, up = _gate_and_up(how, x_RD, whole, sizes)
+        gate, up = product(x_RD, whole.w1, sizes), product(x_RD, whole.w3, sizes)
         hidden = (weight_R[:, None] * swiglu(gate, up, how.limit)).astype(x.dtype)
-        y = rounds.give(number, rows_product(hidden, whole.w2, sizes, how.impl), y)
+        y = rounds.give(number, product(hidden, whole.w2, sizes), y)
         hit += count_clamped(gate, up, how.limit).sum()
         return y, hit, (*kept[:part], (gate, up), *kept[part + 1 :])
 
@@ -128,27 +125,27 @@ def _backward(how, residuals, dy):
     x_TD, weights_Tk, kernels, rounds, kept = residuals
     whole = _gather_kernels(how, kernels, x_TD.dtype)
     sent = rounds.tokens(x_TD), rounds.tokens(dy[0]), rounds.choices(weights_Tk)
+    product = functools.partial(rows_product, impl=how.impl, used=rounds.used)
+    outer = functools.partial(weight_gradient, impl=how.impl, used=rounds.used)
 
     def step(part, number, carry):
         dx, dweights, dkernels = carry
         sizes = rounds.sizes(number)
         x_RD, dy_RD, weight_R = (rounds.receive(number, a) for a in sent)
         # Products of the first round are kept, those of others computed again.
-        again = functools.partial(_gate_and_up, how, x_RD, whole, sizes)
+        again = lambda: (product(x_RD, whole.w1, sizes), product(x_RD, whole.w3, sizes))
         if isinstance(number, int):
             gate, up = kept[part]
         else:
             gate, up = jax.lax.cond(number < rounds.parts, lambda: kept[part], again)
         hidden, back = jax.vjp(lambda gate, up: swiglu(gate, up, how.limit), gate, up)
-        dhidden = rows_product(dy_RD, whole.w2, sizes, how.impl, transposed=True).astype(jnp.float32)
+        dhidden = product(dy_RD, whole.w2, sizes, transposed=True).astype(jnp.float32)
         dgate, dup = back(weight_R[:, None] * dhidden)
         weighted = (weight_R[:, None] * hidden).astype(x_RD.dtype)
         operands = (x_RD, dgate), (x_RD, dup), (weighted, dy_RD)  # in the order of `Kernels`
-        dkernels = Kernels(
-            *(weight_gradient(*ab, sizes, how.impl, dw) for ab, dw in zip(operands, dkernels, strict=True))
-        )
-        dx_RD = rows_product(dgate, whole.w1, sizes, how.impl, transposed=True)
-        dx_RD += rows_product(dup, whole.w3, sizes, how.impl, transposed=True)
+        dkernels = Kernels(*(outer(*ab, sizes, total=dw) for ab, dw in zip(operands, dkernels, strict=True)))
+        dx_RD = product(dgate, whole.w1, sizes, transposed=True)
+        dx_RD = product(dup, whole.w3, sizes, transposed=True, total=dx_RD)
         return rounds.give(number, dx_RD, dx), rounds.give(number, (dhidden * hidden).sum(-1), dweights), dkernels
 
     dkernels = Kernels(*(varying(jnp.zeros(w.shape, jnp.float32), w, x_TD) for w in whole))

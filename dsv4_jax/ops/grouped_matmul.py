@@ -52,25 +52,50 @@ def grouped_matmul(
     return _grouped(x, w, sizes, impl, shards)
 
 
-def rows_product(x: jax.Array, w: jax.Array, sizes: jax.Array, impl: Impl, transposed: bool = False) -> jax.Array:
+def rows_product(
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    impl: Impl,
+    transposed: bool = False,
+    total: jax.Array | None = None,
+    used: float = 1.0,
+) -> jax.Array:
     """Multiply the rows of group g of `x` by the whole matrix `w[g]`, or by its transpose. Has no gradient of its own.
 
-    Returns the product in x's type, summed in fp32. Rows past the last group are zero.
+    Args:
+        x: [N, K], the rows of group 0 first, then those of group 1, ...
+        w: [G, K, F], or [G, F, K] if `transposed`, in x's type.
+        sizes: int [G], number of rows of each group.
+        impl: see `grouped_matmul`.
+        transposed: whether to multiply by the transposes.
+        total: [N, F] in x's type, to add the product to.
+        used: expected share of the rows that are in groups, for the compiler's estimates.
+
+    Returns:
+        [N, F] in x's type, summed in fp32. The product's rows past the last group are zero.
     """
     impl = choose(impl)
     if impl == "pallas":
-        return grouped_pallas.rows_product(x, w, sizes, transposed)
+        return grouped_pallas.rows_product(x, w, sizes, transposed, total, used)
+    if total is not None:
+        return total + rows_product(x, w, sizes, impl, transposed)
     w = jnp.swapaxes(w, 1, 2) if transposed else w
     if impl == "blocked":
         return _blocked_rows(x, w, sizes)
     return jax.lax.ragged_dot(x, varying(w, x), sizes, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
-def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, impl: Impl, total: jax.Array) -> jax.Array:
-    """Add to `total`, fp32 [G, D, F], the product x^T dy of the rows of every group. Has no gradient of its own."""
+def weight_gradient(
+    x: jax.Array, dy: jax.Array, sizes: jax.Array, impl: Impl, total: jax.Array, used: float = 1.0
+) -> jax.Array:
+    """Add to `total`, fp32 [G, D, F], the product x^T dy of the rows of every group. Has no gradient of its own.
+
+    `used`: see `rows_product`.
+    """
     impl = choose(impl)
     if impl == "pallas":
-        return grouped_pallas.weight_gradient(x, dy, sizes, total)
+        return grouped_pallas.weight_gradient(x, dy, sizes, total, used)
     if impl == "blocked":
         return _blocked_outer(x, dy, sizes, total)
     return total + jax.lax.ragged_dot_general(x, dy, sizes, _OUTER, preferred_element_type=jnp.float32)

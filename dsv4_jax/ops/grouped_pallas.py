@@ -62,7 +62,9 @@ def plan_visits(sizes: jax.Array, rows: int, tile: int, past: bool) -> Visits:
     return Visits(group, first[group] + visit - (upto - count)[group], start)
 
 
-def rows_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
+def rows_product(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool, total: jax.Array | None = None, used: float = 1.0
+) -> jax.Array:
     """Multiply the rows of group g of `x` by `w[g]`, or by its transpose; rows past the last group are zero.
 
     Args:
@@ -70,6 +72,8 @@ def rows_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool)
         w: [G, K, F], or [G, F, K] if `transposed`, in x's type.
         sizes: int [G]; their sum is at most N.
         transposed: whether to multiply by the transposes.
+        total: [N, F] in x's type, to which the product is added and which the result may overwrite.
+        used: expected share of the rows that are in groups, for the compiler's estimates.
 
     Returns:
         [N, F] in x's type, summed in fp32.
@@ -78,15 +82,17 @@ def rows_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool)
     F = matrix[0 if transposed else 1]
     if N == 0:
         return varying(jnp.zeros((0, F), x.dtype), x, w, sizes)
+    given = () if total is None else (total,)
     tile, budget = TILE, _memory(TILES)
     while tile > PART and 2 * tile * K * size > budget // 2:
         tile //= 2
     # Every input and output tile is held twice, to move one while the other is computed; the product once, in fp32.
-    each = 2 * K * size + tile * (2 * size + 4)  # bytes of a column
+    each = 2 * K * size + tile * (2 * size * (1 + len(given)) + 4)  # bytes of a column
     columns = next(c for c in _cuts(F) if 2 * tile * K * size + c * each <= budget or c <= LANES)
     tile = min(tile, N)
     visits = plan_visits(sizes, N, tile, past=True)
-    x, w, *visits = _alike(x, w, *visits)
+    x, w, *rest = _alike(x, w, *visits, *given)
+    visits, given = rest[:3], rest[3:]
 
     # Tiles past the last group need no input: they keep the last one, which needs no copy.
     def x_block(f: Any, v: Any, group: Any, tile_of: Any, start: Any) -> tuple[Any, ...]:
@@ -96,6 +102,8 @@ def rows_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool)
         g = jnp.minimum(group[v], G - 1)
         return (g, f, 0) if transposed else (g, 0, f)
 
+    result = pl.BlockSpec((tile, columns), lambda f, v, group, tile_of, start: (tile_of[v], f))
+    moved = used * x.nbytes * pl.cdiv(F, columns) + w.nbytes + N * F * size * (1 + len(given))
     return pl.pallas_call(
         functools.partial(_rows_kernel, transposed),
         out_shape=jax.ShapeDtypeStruct((N, F), x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type),
@@ -105,37 +113,40 @@ def rows_product(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool)
             in_specs=[
                 pl.BlockSpec((tile, K), x_block),
                 pl.BlockSpec((None, columns, K) if transposed else (None, K, columns), w_block),
+                *[result for _ in given],
             ],
-            out_specs=pl.BlockSpec((tile, columns), lambda f, v, group, tile_of, start: (tile_of[v], f)),
+            out_specs=result,
         ),
+        input_output_aliases={5: 0} if given else {},
         compiler_params=_params("parallel", "arbitrary"),
-        cost_estimate=_cost(2 * N * K * F, x.nbytes * pl.cdiv(F, columns) + w.nbytes + N * F * size),
+        cost_estimate=_cost(used * 2 * N * K * F, moved),
         name="grouped_rows",
-    )(*visits, x, w)
+    )(*visits, x, w, *given)
 
 
-def _rows_kernel(transposed: bool, group: Any, tile_of: Any, start: Any, x: Any, w: Any, y: Any) -> None:
-    """Compute one tile of `rows_product`: the rows of the visit's group; a tile's first visit makes the others zero."""
+def _rows_kernel(transposed: bool, group: Any, tile_of: Any, start: Any, x: Any, w: Any, *rest: Any) -> None:
+    """Compute one tile of `rows_product`: the rows of the visit's group. A tile's first visit begins all its rows."""
+    *total, y = rest
     v, tile = pl.program_id(1), x.shape[0]
     new_tile, new_group = _changes(v, group, tile_of)
 
     @pl.when(new_tile)
     def _() -> None:
-        y[...] = jnp.zeros_like(y)
+        y[...] = total[0][...] if total else jnp.zeros_like(y)
 
     @pl.when(new_tile | new_group)
     def _() -> None:
         def compute(rows: slice, own: jax.Array | None) -> None:
             contract = (((1,), (1 if transposed else 0,)), ((), ()))
             out = jax.lax.dot_general(x[rows], w[...], contract, preferred_element_type=jnp.float32)
-            if own is not None:
-                out = jnp.where(own, out, y[rows].astype(jnp.float32))
-            y[rows] = out.astype(y.dtype)
+            before = y[rows].astype(jnp.float32) if total or own is not None else 0
+            out = out + before if total else out
+            y[rows] = (out if own is None else jnp.where(own, out, before)).astype(y.dtype)
 
         _for_own_rows(compute, tile_of[v] * tile, tile, start[group[v]], start[group[v] + 1])
 
 
-def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, total: jax.Array) -> jax.Array:
+def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, total: jax.Array, used: float = 1.0) -> jax.Array:
     """Add x^T dy of the rows of every group to `total`; rows past the last group may hold anything, also NaN.
 
     Args:
@@ -143,6 +154,7 @@ def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, total: jax.Ar
         dy: [N, F], in x's type.
         sizes: int [G]; their sum is at most N.
         total: fp32 [G, D, F], which the result may overwrite.
+        used: expected share of the rows that are in groups, for the compiler's estimates.
 
     Returns:
         fp32 [G, D, F].
@@ -164,7 +176,7 @@ def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, total: jax.Ar
     visits = plan_visits(sizes, N, tile, past=False)
     x, dy, total, *visits = _alike(x, dy, total, *visits)
     result = pl.BlockSpec((None, width, columns), lambda d, f, v, group, tile_of, start: (group[v], d, f))
-    moved = N * read((width, columns)) * size + 2 * total.nbytes
+    moved = used * N * read((width, columns)) * size + 2 * total.nbytes
     return pl.pallas_call(
         _outer_kernel,
         out_shape=jax.ShapeDtypeStruct((G, D, F), jnp.float32, manual_axis_type=jax.typeof(x).manual_axis_type),
@@ -180,7 +192,7 @@ def weight_gradient(x: jax.Array, dy: jax.Array, sizes: jax.Array, total: jax.Ar
         ),
         input_output_aliases={5: 0},
         compiler_params=_params("parallel", "parallel", "arbitrary"),
-        cost_estimate=_cost(2 * N * D * F, moved),
+        cost_estimate=_cost(used * 2 * N * D * F, moved),
         name="grouped_outer",
     )(*visits, x, dy, total)
 
@@ -258,6 +270,6 @@ def _params(*semantics: Any) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=_memory(LIMIT))
 
 
-def _cost(operations: int, moved: int) -> pl.CostEstimate:
+def _cost(operations: float, moved: float) -> pl.CostEstimate:
     """Estimate a call for XLA's scheduler, which cannot look into it."""
-    return pl.CostEstimate(flops=operations, bytes_accessed=moved, transcendentals=0)
+    return pl.CostEstimate(flops=int(operations), bytes_accessed=int(moved), transcendentals=0)

@@ -91,6 +91,19 @@ def test_adds_to_the_total(interpreted):
     np.testing.assert_array_equal(got[1], total[1])
 
 
+def test_a_product_is_added_to_the_total(interpreted):
+    """The tile of the total is read once, however many groups have rows of it."""
+    x, w, dy = inputs(150, 20, 70, 4)
+    sizes = [5, 60, 0, 50]
+    run = jax.shard_map(
+        lambda x, w, sizes, total: grouped_matmul.rows_product(x, w, sizes, "pallas", total=total),
+        in_specs=jax.P(),
+        out_specs=jax.P(),
+    )
+    got = run(x, w, jnp.array(sizes), dy)
+    np.testing.assert_allclose(got, dy + loop(x, w, dy, sizes)[0], rtol=1e-5, atol=1e-4)
+
+
 def test_no_rows(interpreted):
     y, dx, dw = alone(*inputs(0, 6, 5, 2), jnp.array([0, 0]))
     assert y.shape == (0, 5) and dx.shape == (0, 6) and (dw == 0).all()
