@@ -182,7 +182,9 @@ def _combine_forward(x_BSJD, weights_BSJK):
 def _combine_backward(residuals, dy_BSKD):
     x_BSJD, weights_BSJK = residuals
     dx_BSJD = _combine(dy_BSKD, jnp.swapaxes(weights_BSJK, 2, 3)).astype(x_BSJD.dtype)
-    return dx_BSJD, jnp.einsum("bsjd,bskd->bsjk", x_BSJD.astype(jnp.float32), dy_BSKD, precision="highest")
+    dweights_BSJK = jnp.einsum("bsjd,bskd->bsjk", x_BSJD.astype(jnp.float32), dy_BSKD, precision="highest")
+    # One of the two may be split over fewer axes than the result.
+    return tuple(jax.reshard(d, jax.typeof(a).sharding) for d, a in ((dx_BSJD, x_BSJD), (dweights_BSJK, weights_BSJK)))
 
 
 _combine.defvjp(_combine_forward, _combine_backward)

@@ -81,7 +81,8 @@ def test_golden_models_decode_what_they_compute(request, name: str, T: int):
     np.testing.assert_allclose(mtp[:, 1:], golden.arrays["mtp_logits"][:, :-1], **CLOSE)
 
 
-@pytest.mark.parametrize("T", [7, pytest.param(1, marks=pytest.mark.slow), pytest.param(45, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("T", [1, 7, 45])
 def test_golden_images_decode_across_the_borders_of_chunks(v41, T: int):
     """An image of 10 positions that begins at 5: its embeddings are made once, from the whole prompt."""
     cfg, model, arrays = v41["cfg"], v41["model"], v41["arrays"]
@@ -176,7 +177,7 @@ def verify(model, cache, ids, n):
     return out.h, commit(pending, n)
 
 
-@pytest.mark.parametrize(("name", "shape"), [("v4", (2, 2, 1)), ("v41", (1, 2, 2))])
+@pytest.mark.parametrize(("name", "shape"), [pytest.param("v4", (2, 2, 1), marks=pytest.mark.slow), ("v41", (1, 2, 2))])
 def test_a_mesh_decodes_what_one_device_does(name: str, shape: tuple[int, int, int]):
     """Experts on two devices, rows on four or two; with `context` the chunk's positions are split between layers."""
 

@@ -26,6 +26,7 @@ def with_make(cfg, make):
     return dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, make=make, learning_rate=1e-3))
 
 
+@pytest.mark.slow
 def test_lion_trains_and_a_resumed_run_goes_on_with_it(corpus, tmp_path, lion):
     whole = with_make(small(corpus, tmp_path / "whole"), lion)
     assert f"optimizer   {lion}: custom" in train(whole)

@@ -12,9 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.golden_models import small_config
+from support.hlo import collectives as read_collectives
 
 import dsv4_jax as ds
-from dsv4_jax import optim, plan
+from dsv4_jax import optim
 from dsv4_jax.mesh import make_mesh
 from dsv4_jax.optim import MatrixSpec, Role
 
@@ -103,7 +104,7 @@ def test_any_mesh_gives_the_same_updates(mesh, place, expected):
 
 def collectives(program):
     """(operation, bytes of a device's result) of every collective in a compiled program."""
-    return [(kind, size) for kind, size, _ in plan.collectives(program.as_text())]
+    return [(kind, size) for kind, size, _ in read_collectives(program.as_text())]
 
 
 @pytest.mark.parametrize("spec", [P(None, "d"), P(None, None, "d")])

@@ -83,6 +83,7 @@ def test_the_installed_command_trains_and_does_all_else(capsys, monkeypatch):
     assert stop.value.code == 0 and "--model.compress-ratios" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cheap_compilation")
 def test_training_in_one_process_returns_state_and_metrics_on_one_mesh_after_another(corpus, tmp_path, capsys):
     """The second run has another mesh; the same data, so the same losses; finished runs give their result again."""

@@ -10,7 +10,7 @@ from test_resume import content
 
 import dsv4_jax as ds
 from dsv4_jax import cli
-from dsv4_jax.generate import sample as generate
+from dsv4_jax.generate import command
 from dsv4_jax.train import manifests, run
 from dsv4_jax.train.checkpoint import load_model
 from dsv4_jax.train.run_dir import RunLock
@@ -195,7 +195,18 @@ def test_a_sample_is_of_the_named_step_and_folder(original, tmp_path, monkeypatc
     """Also of a run that was moved, whose config.json names another folder; and of a run that was taken back."""
     moved, models = tmp_path / "moved", []
     shutil.copytree(original, moved)
-    monkeypatch.setattr(generate, "sample", lambda model, *_, **__: (models.append(ds.to_official(model)) or "", None))
+
+    class Sampler:
+        def __init__(self, model, *_, **__):
+            models.append(ds.to_official(model))
+
+        def stream(self):
+            pass
+
+        def report(self):
+            return []
+
+    monkeypatch.setattr(command, "Sampler", Sampler)
     for source in (original, f"{original}@3", moved, f"{moved}@3"):
         cli.main(["sample", str(source), "x"])
     newest, three, *others = models

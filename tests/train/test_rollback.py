@@ -32,6 +32,7 @@ def at_reading(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_a_rollback_holds_one_state_and_compiles_nothing_again(corpus, tmp_path, poisoned, at_reading):  # noqa: F811
     poisoned(7)
     said = train(spiky(corpus, tmp_path, skip=-1))

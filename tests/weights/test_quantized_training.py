@@ -29,7 +29,7 @@ V41 = dataclasses.replace(
 COMPUTE = dict(attention_block=32, remat="none", quantize=EVERYTHING)
 IDS = np.random.default_rng(0).integers(0, 257, (2, 40)).astype(np.int32)
 TARGETS = -np.eye(257, dtype=np.float32)[np.roll(IDS, -1, axis=1)]
-MODELS = pytest.mark.parametrize("model", [V4, V41], ids=["v4", "v41"])
+MODELS = pytest.mark.parametrize("model", [V4, pytest.param(V41, marks=pytest.mark.slow)], ids=["v4", "v41"])
 
 
 def experts_moved(before, after):
