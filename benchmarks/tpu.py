@@ -33,9 +33,6 @@ from dsv4_jax.model.tables import make_tables
 from dsv4_jax.plan import compile_step, count_operations, slice_devices
 from dsv4_jax.roofline import Program, chip_of
 
-# Share of the rows of the experts' buffers that an even load fills (`ops/exchange.py`).
-FILLED = 0.5
-
 
 def describe(name: str, program: Any, kind: str, model: float, computed: float, goal: float | None) -> Iterator[Line]:
     """Describe a compiled program.
@@ -50,8 +47,6 @@ def describe(name: str, program: Any, kind: str, model: float, computed: float, 
     """
     memory, costs, chip = program.memory_analysis(), Program(program.as_text()).costs(), chip_of(kind)
     assert chip is not None, kind
-    # The grouped products declare all rows of their buffers, and compute those that hold tokens.
-    costs.operations -= (1 - FILLED) * costs.kernels
     held, temporary = memory.argument_size_in_bytes / 2**30, memory.temp_size_in_bytes / 2**30
     note = f"GiB: {held:.1f} of arguments, {temporary:.1f} temporary"
     yield Line(f"{name}: memory over the chip's", (held + temporary) * 2**30 / chip.memory, "x", 1.0, note=note)

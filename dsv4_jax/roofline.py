@@ -64,7 +64,6 @@ class Costs:
 
     Attributes:
         operations: floating-point operations of matrix products and of kernels that declare theirs.
-        kernels: those of kernels alone. A grouped product declares all rows of its buffer and computes those in use.
         bytes: read from and written to the device's memory.
         cycles: the compiler's estimates of its operations' time. It has none for kernels and exchanges.
         wire: bytes that leave the device, by kind of collective.
@@ -74,7 +73,6 @@ class Costs:
     """
 
     operations: float = 0.0
-    kernels: float = 0.0
     bytes: float = 0.0
     cycles: float = 0.0
     wire: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
@@ -180,7 +178,6 @@ class Program:
             total.add(self._total(self._called(x, "to_apply")))
         elif x.opcode not in _FREE and not x.opcode.endswith("-done"):
             total.operations, total.bytes = self._operations(x, body), self._traffic(x, body)
-            total.kernels = total.operations if x.opcode == "custom-call" else 0.0
             cycles = re.search(r'estimated_cycles":"(\d{1,15})"', x.attributes)  # 2^63 - 1: no estimate
             total.cycles = int(cycles[1]) if cycles else 0
             for y, inside in ((x, body), *((y, self._fused(x)) for y in self._fused(x).values())):
