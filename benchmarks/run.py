@@ -35,8 +35,8 @@ def measure(suite: str, name: str, core: int) -> list[Line]:
         RuntimeError: if the process fails.
     """
     command = ["taskset", "-c", str(core), sys.executable, str(ROOT / "benchmarks" / SCRIPT[suite]), name]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    env |= {} if suite == "cpu" else {"JAX_PLATFORMS": "cpu"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}  # also beside a TPU's compiler, which has one user
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{suite} {name} failed:\n{done.stderr[-2000:]}")

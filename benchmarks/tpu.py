@@ -79,21 +79,19 @@ def attention(mode: str, S: int, topology: str, context: int) -> Iterator[Line]:
     layer = next(i for i, spec in enumerate(base.layer_specs) if spec.mode == mode)
     sizes = dict(n_layers=1, n_mtp_layers=0, n_hash_layers=0, compress_ratios=(base.compress_ratios[layer],))
     cfg = dataclasses.replace(base, attention="sparse", **sizes)
-    program, devices = compile_attention(cfg, S, topology, context)
-    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(_abstract_attention(cfg)))
+    program, kind, parameters = compile_attention(cfg, S, topology, context)
     model = S / context * (6.0 * parameters + attention_per_token(cfg, S))
     again = S / context * attention_per_token(cfg, S) / 3
     name = f"V4-Flash {mode}, {S // 1024}K positions, {context} devices"
-    yield from describe(name, program, devices.flat[0].device_kind, model, model + again, 0.5 if S == 4096 else 0.4)
+    yield from describe(name, program, kind, model, model + again, 0.5 if S == 4096 else 0.4)
 
 
-def _abstract_attention(cfg: ModelConfig) -> Attention:
-    make = lambda: Attention(cfg, Params(nnx.Rngs(0), cfg.init_std), cfg.layer_specs[0])
-    return jax.jit(make).eval_shape()
+def compile_attention(cfg: ModelConfig, S: int, topology: str, context: int) -> tuple[Any, str, int]:
+    """Compile the gradient of the attention of one layer, rematerialised as in training.
 
-
-def compile_attention(cfg: ModelConfig, S: int, topology: str, context: int) -> tuple[Any, np.ndarray]:
-    """Compile the gradient of the attention of one layer, rematerialised as in training."""
+    Returns:
+        The program, JAX's name of the device, and the number of parameters.
+    """
     from jax.experimental import topologies
 
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
@@ -117,8 +115,11 @@ def compile_attention(cfg: ModelConfig, S: int, topology: str, context: int) -> 
             (y, kl), back = jax.vjp(apply_remat(run, cfg.remat), layer, x)
             return y, back((dy, jnp.ones_like(kl)))
 
-        lowered = jax.jit(pull).trace(_abstract_attention(cfg), x, segments, x).lower(lowering_platforms=("tpu",))
-        return lowered.compile(), devices
+        make = lambda: Attention(cfg, Params(nnx.Rngs(0), cfg.init_std), cfg.layer_specs[0])
+        layer = jax.jit(make).eval_shape()
+        lowered = jax.jit(pull).trace(layer, x, segments, x).lower(lowering_platforms=("tpu",))
+        parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(layer))
+        return lowered.compile(), devices.flat[0].device_kind, parameters
 
 
 def step(config: str, topology: str, goal: float, *flags: str, stage: int = 1) -> Iterator[Line]:
