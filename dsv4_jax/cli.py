@@ -114,8 +114,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.overrides and "config" not in args:
         parser.error(f"unrecognized arguments: {' '.join(args.overrides)}")
     run = {
-        **{"plan": _plan, "data": _data, "sample": _sample, "rewind": _rewind, "optim-lab": _optim_lab},
-        **{"report": _report, "convert": _convert},
+        "plan": _plan,
+        "data": _data,
+        "sample": _sample,
+        "convert": _convert,
+        "rewind": _rewind,
+        "optim-lab": _optim_lab,
+        "report": _report,
     }[args.command]
     exit_on_error(lambda: run(args))
 

@@ -47,18 +47,17 @@ def generate(
         ConfigError: for values that cannot work.
     """
     from dsv4_jax.generate.engine import Generator
-    from dsv4_jax.generate.request import make_request
+    from dsv4_jax.generate.request import find_capacity, make_request
 
     waiting = (make_request(prompt, model.cfg, tokenizer, **options) for prompt in prompts)
     first = list(itertools.islice(waiting, rows))
     if not first:
         return
-    room = max(len(r.ids) + min(r.max_tokens, 1024) for r in first)
     engine = Generator(
         model,
         rows if invariant else len(first),
         chunk=chunk,
-        capacity=capacity or 1 << max(6, (room - 1).bit_length()),
+        capacity=capacity or find_capacity(first),
         draft=draft,
         keep_experts=keep_experts,
         tokenizer=tokenizer,

@@ -11,7 +11,7 @@ from typing import Any
 
 from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.generate.engine import Generator
-from dsv4_jax.generate.request import Request, make_request
+from dsv4_jax.generate.request import Request, find_capacity, make_request
 from dsv4_jax.model.cache import measure_cache
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.section import ConfigError
@@ -34,11 +34,10 @@ class Sampler:
         draft: int = 0,
     ):
         """Make a generator for some requests; `write` gets every piece of text."""
-        room = max((len(r.ids) + min(r.max_tokens, 1024) for r in requests), default=1024)
         self._engine = Generator(
             model,
             max(1, min(rows, len(requests))),
-            capacity=1 << max(6, (room - 1).bit_length()),
+            capacity=find_capacity(requests),
             draft=draft,
             tokenizer=tokenizer,
         )

@@ -194,11 +194,7 @@ class Generator:
         """Read the next tokens of some rows, T at most, and draw a token where none is pending after them."""
         drafts = self.draft if self._last == "token" else 0
         self._make_room(max(row.length + min(T, len(row.pending)) + drafts for _, row in rows))
-        ids, n, length = (
-            np.zeros((self.rows, T), np.int32),
-            np.zeros(self.rows, np.int32),
-            np.zeros(self.rows, np.int32),
-        )
+        ids, n, length = (np.zeros(shape, np.int32) for shape in ((self.rows, T), self.rows, self.rows))
         for i, row in enumerate(self._table):
             length[i] = 0 if row is None else row.length
         for i, row in rows:
@@ -225,11 +221,9 @@ class Generator:
         """Add tokens to the text of a row, up to its end; free the row if the text ends."""
         # Those after the first were read with it: each has the experts of the token before.
         experts = np.concatenate(row.experts, axis=1) if row.experts else None
-        cuts = (
-            None
-            if experts is None
-            else np.split(experts, range(experts.shape[1] - len(tokens) + 1, experts.shape[1]), 1)
-        )
+        cuts = None
+        if experts is not None:
+            cuts = np.split(experts, range(experts.shape[1] - len(tokens) + 1, experts.shape[1]), 1)
         row.experts, made = [], []
         for j, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=False)):
             row.made += 1
@@ -289,10 +283,8 @@ class Generator:
             return np.pad(x, [(0, size - len(x)), *[(0, 0)] * (np.ndim(x) - 1)], constant_values=value)
 
         # Few sizes, so that few programs are compiled; and a copy for every row of devices.
-        length, patches = (
-            len(request.ids) + -len(request.ids) % self.chunk,
-            1 << (len(request.patches) - 1).bit_length(),
-        )
+        length = len(request.ids) + -len(request.ids) % self.chunk
+        patches = 1 << (len(request.patches) - 1).bit_length()
         ids, types = filled(request.ids, length, 0), filled(request.token_types, length, TEXT)
         copies = [np.tile(x.astype(np.int32), (self._devices, 1)) for x in (ids, types)]
         arrays = *copies, filled(request.patches, patches, 0), np.asarray(request.image_grids)

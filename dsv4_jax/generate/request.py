@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,12 @@ class Request:
         ):
             if not fits:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} must be {want}")
+
+
+def find_capacity(requests: Iterable[Request]) -> int:
+    """Return the room of a cache for requests: a power of two for the longest prompt and, up to 1,024, its text."""
+    room = max((len(r.ids) + min(r.max_tokens, 1024) for r in requests), default=1024)
+    return 1 << max(6, (room - 1).bit_length())
 
 
 def make_request(
