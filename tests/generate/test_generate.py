@@ -15,7 +15,7 @@ import dsv4_jax as ds
 from dsv4_jax.data.tokenizer import Bytes
 from dsv4_jax.generate.engine import Generator
 from dsv4_jax.generate.programs import read_chunk
-from dsv4_jax.generate.request import Request
+from dsv4_jax.generate.request import Request, find_capacity
 from dsv4_jax.generate.sampling import Rule, apply_rule, draw
 from dsv4_jax.generate.text import TextStream
 from dsv4_jax.model.inputs import Inputs
@@ -81,6 +81,11 @@ def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch():
     logp = np.asarray(forward(small(), np.array([ids + [0] * (40 - len(ids))]))[0])[0]
     want = logp[np.arange(10, 22), [token.id for token in alone]]
     np.testing.assert_allclose([token.logprob for token in alone], want, rtol=0, atol=1e-4)
+
+
+def test_room_is_that_of_the_longest_prompt_with_its_text():
+    asked = [Request(ids=[1] * length, max_tokens=tokens) for length, tokens in ((100, 28), (3, 10), (60, 10**6))]
+    assert [find_capacity(x) for x in (asked[:1], asked[1:2], asked, [])] == [128, 64, 2048, 1024]
 
 
 def test_room_doubles_and_programs_are_few():
