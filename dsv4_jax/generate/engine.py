@@ -263,8 +263,11 @@ class Generator:
         return rule
 
     def _images(self, rows: list[tuple[int, _Row]], T: int) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Collect kinds and embeddings of the next T positions; None where no prompt has an image."""
-        if all(row.images is None or not row.reads_prompt for _, row in rows):
+        """Collect kinds and embeddings of the next T positions of prompts; None where there can be no images.
+
+        A model that reads images gets the arrays for every prompt: one program, whichever rows have images.
+        """
+        if not self.model.cfg.vision_n_layers or self._last != "prompt":
             return None, None
         types = np.full((self.rows, T), TEXT, np.int32)
         embeddings = np.zeros((self.rows, T, self.model.cfg.dim), np.float32)

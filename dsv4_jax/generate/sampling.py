@@ -59,7 +59,8 @@ def apply_rule(rule: Rule, logits: jax.Array) -> jax.Array:
         x = jnp.where((top_k > 0) & (rank >= top_k), -jnp.inf, x)
         p = jnp.take_along_axis(jax.nn.softmax(x, axis=-1), order, axis=-1)
         likelier = jnp.cumsum(p, axis=-1) - p  # probability of all likelier tokens
-        return jnp.where(jnp.take_along_axis(likelier, rank, axis=-1) < top_p, x, -jnp.inf)
+        # Rounded sums can reach 1 before the last token. A row without a limit must stay as it is beside others.
+        return jnp.where((jnp.take_along_axis(likelier, rank, axis=-1) < top_p) | (top_p >= 1), x, -jnp.inf)
 
     # Sorting a whole vocabulary is the dearest part: only if a row asks for it.
     limited = jax.lax.cond(((top_k > 0) | (top_p < 1)).any(), limit, lambda x: x, scaled)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation on meshes gives the tokens of one device, with and without drafts."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from support.golden_models import empty_model, small_config
+
+import dsv4_jax as ds
+from dsv4_jax.generate.engine import Generator
+from dsv4_jax.generate.request import Request
+from dsv4_jax.mesh import make_mesh
+
+MTP = small_config(
+    vocab_size=16, n_layers=2, compress_ratios=(4, 8, 0), n_hash_layers=1, window_size=6, hc_sinkhorn_iters=2,
+    init_std=0.5, remat="none",
+)  # fmt: skip
+DSPARK = dataclasses.replace(
+    MTP, n_layers=1, compress_ratios=(4, 0), n_hash_layers=0, dspark_target_layer_ids=(0,), dspark_block_size=3,
+    dspark_noise_token_id=15, dspark_markov_rank=4, dspark_n_routed_experts=4, dspark_n_activated_experts=2,
+)  # fmt: skip
+MODELS = {"mtp": MTP, "dspark": DSPARK}
+# Five requests for four rows: likeliest and drawn tokens, and a row that serves two.
+REQUESTS = [
+    Request(ids=np.random.RandomState(i).randint(0, 16, n).tolist(), max_tokens=m, seed=i, temperature=t)
+    for i, (n, m, t) in enumerate([(9, 14, 0), (1, 5, 1.0), (4, 12, 0.7), (12, 6, 0), (3, 8, 1.0)])
+]
+
+
+def generated(shape: tuple[int, int, int], name: str, draft: int):
+    """Tokens of every request."""
+    with jax.set_mesh(make_mesh(*shape)):
+        model = jax.jit(lambda: ds.DeepSeek(MODELS[name], rngs=nnx.Rngs(0)))()
+        tokens = ds.generate(model, REQUESTS, rows=3, chunk=5, capacity=32, draft=draft, keep_experts=True)
+        found = [[] for _ in REQUESTS]
+        for token in tokens:
+            found[token.request].append(token)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "draft", "shape"),
+    [
+        ("mtp", 2, (1, 2, 2)),
+        ("dspark", 3, (2, 1, 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("mtp", 0, (1, 2, 2)),
+                ("mtp", 0, (1, 3, 1)),
+                ("mtp", 2, (2, 2, 1)),
+                ("dspark", 3, (1, 4, 1)),
+                ("dspark", 0, (4, 1, 2)),
+            ]
+        ),
+    ],
+)
+def test_a_mesh_generates_what_one_device_does(name: str, draft: int, shape: tuple[int, int, int]):
+    """Rows that the mesh does not divide are filled up with idle ones, and so are chunks."""
+    for got, want in zip(generated(shape, name, draft), generated((1, 1, 1), name, draft), strict=True):
+        assert [t.id for t in got] == [t.id for t in want] and [t.finish for t in got] == [t.finish for t in want]
+        np.testing.assert_allclose([t.logprob for t in got], [t.logprob for t in want], rtol=0, atol=2e-5)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a.experts, b.experts)
+
+
+def test_rows_and_chunks_are_rounded_up_to_the_mesh():
+    with jax.set_mesh(make_mesh(2, 2, 2)):
+        engine = Generator(empty_model(MTP), 5, chunk=7, capacity=8)
+    assert (engine.rows, engine.chunk) == (8, 8)
