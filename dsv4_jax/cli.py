@@ -8,6 +8,7 @@ is saved.
 
 import argparse
 import importlib.util
+import math
 import os
 import signal
 import sys
@@ -82,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sample.add_argument("run", help="folder or address of a run, or RUN@STEP for the model of one of its checkpoints")
     what = sample.add_mutually_exclusive_group(required=True)
     what.add_argument("prompt", nargs="?", help="text to continue; - reads it from the standard input")
-    what.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help='continue many: a line {"prompt": ...} each')
+    what.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help=(
+        'continue many: a line {"prompt": ...} each; - reads them from the standard input'
+    ))  # fmt: skip
     what.add_argument("--interactive", action="store_true", help="continue the text with every line that is typed")
     sample.add_argument("--image", default="", metavar="FILE", help="image to put before the prompt")
     sample.add_argument("--tokens", type=int, default=256, help="tokens to add at most (default 256)")
@@ -93,9 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sample.add_argument("--stop", action="append", default=[], help="string before which the text ends; repeatable")
     sample.add_argument("--seed", type=int, default=0, help="seed of the draws")
     sample.add_argument("--rows", type=int, default=8, help="prompts of a file to continue at a time (default 8)")
-    sample.add_argument("--draft", type=int, nargs="?", const=-1, default=0, metavar="N", help=(
+    sample.add_argument("--draft", type=int, nargs="?", const=None, default=0, metavar="N", help=(
         "draft N tokens at a time, without N as many as the draft blocks make; prints the accepted share"
     ))  # fmt: skip
+    for axis, splits in (("data", "rows"), ("expert", "rows and experts"), ("context", "positions of a chunk")):
+        text = f"devices that split the {splits} (default 1, whatever the run had)"
+        sample.add_argument(f"--mesh.{axis}", type=int, default=1, metavar="N", dest=axis, help=text)
     sample.add_argument("--raw", action="store_true", help="write control characters as they are; not to a terminal")
     convert = commands.add_parser("convert", help="write a run's model, or published weights, as a folder of weights")
     convert.add_argument("source", metavar="FROM", help="a run, RUN@STEP, or a folder of safetensors files")
@@ -209,36 +215,50 @@ def _sample(args: argparse.Namespace) -> None:
         raise ConfigError("--raw: control characters could change the terminal; write to a pipe or a file")
     config, _ = _read_run(args.run)
     from dsv4_jax.data.tokenizer import load_tokenizer
-    from dsv4_jax.generate.command import Sampler, read_prompts, type_lines
+    from dsv4_jax.generate.command import Sampler, read_input, read_prompts, type_lines
     from dsv4_jax.generate.request import make_request
+    from dsv4_jax.generate.speculate import check_width, full_width
+    from dsv4_jax.mesh import start_devices, use_first_devices
     from dsv4_jax.train.checkpoint import load_model
+    from dsv4_jax.train.programs import use_compile_cache
 
+    # Check everything that needs no device.
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.border)
-    model = load_model(config, args.run)  # the run may have been moved since config.json was written
     options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")}
     options |= {"max_tokens": args.tokens, "image": args.image}
-    draft = args.draft
-    if draft < 0:
-        draft = config.model.dspark_block_size if config.model.dspark_target_layer_ids else 1
+    draft = full_width(config.model) if args.draft is None else args.draft
+    check_width(config.model, draft)
+    prompt, requests = args.prompt, []
+    if args.prompts:
+        requests = read_prompts(args.prompts, config.model, tokenizer, **options)
+    elif not args.interactive:
+        prompt = read_input() if prompt == "-" else prompt
+        requests = [make_request(prompt, config.model, tokenizer, **options)]
+
+    # A run on emulated CPU devices is sampled on those, as many as the mesh asks for.
+    mesh = args.data, args.expert, args.context
+    start_devices(math.prod(mesh) if config.train.cpu_devices else 0)
+    use_compile_cache(config.train.compile_cache)
+    use_first_devices(*mesh)
+    model = load_model(config, args.run)  # the run may have been moved since config.json was written
 
     def write(text: str) -> None:
         sys.stdout.write(text if args.raw else printable(text))
         sys.stdout.flush()
 
-    if args.prompts:
-        requests = read_prompts(args.prompts, model, tokenizer, **options)
-    elif args.interactive:
-        requests = []
-    else:
-        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-        requests = [make_request(prompt, model.cfg, tokenizer, **options)]
-    sampler = Sampler(model, tokenizer, requests, write, rows=args.rows, draft=draft)
-    if args.prompts:
-        sampler.write_all()
-    elif args.interactive:
-        sampler.converse(type_lines(), lambda line: make_request(line, model.cfg, tokenizer, **options))
-    else:
-        write(prompt)
-        sampler.stream()
+    sampler, interrupted = Sampler(model, tokenizer, requests, write, rows=args.rows, draft=draft), False
+    try:
+        if args.prompts:
+            sampler.write_all()
+        elif args.interactive:
+            sampler.converse(type_lines(), lambda line: make_request(line, model.cfg, tokenizer, **options))
+        else:
+            write(prompt)
+            sampler.stream()
+    except KeyboardInterrupt:
+        interrupted = True
+        write("\n")
     for line in sampler.report():
         print(line, file=sys.stderr)
+    if interrupted:
+        sys.exit(128 + signal.SIGINT)

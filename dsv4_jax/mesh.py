@@ -98,6 +98,20 @@ def use_mesh(data: int, expert: int, context: int) -> None:
     jax.set_mesh(make_mesh(data, expert, context))
 
 
+def use_first_devices(data: int, expert: int, context: int) -> None:
+    """Set a mesh over the first `data` x `expert` x `context` devices, replacing the current mesh.
+
+    Raises:
+        ConfigError: if there are fewer devices, or a number is below 1.
+    """
+    if min(data, expert, context) < 1:
+        raise ConfigError(f"mesh.data, mesh.expert and mesh.context must be 1 or above, found {data, expert, context}")
+    try:
+        jax.set_mesh(make_mesh(data, expert, context))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def ensure_mesh() -> contextlib.AbstractContextManager[Any]:
     """Set a 1 x 1 x 1 mesh of the first device if no mesh is set.
 

@@ -116,7 +116,7 @@ def opened(image: bytes | str | Path | Image.Image) -> Image.Image:
     return picture
 
 
-def inspect(image: bytes | str | Path, vision: VisionLayout) -> Layout:
+def inspect(image: bytes | str | Path | Image.Image, vision: VisionLayout) -> Layout:
     """Decode an image to check that it can be used, and return its layout.
 
     Raises:

@@ -50,12 +50,12 @@ def generate(
     from dsv4_jax.generate.request import find_capacity, make_request
 
     waiting = (make_request(prompt, model.cfg, tokenizer, **options) for prompt in prompts)
-    first = list(itertools.islice(waiting, rows))
+    first = list(itertools.islice(waiting, max(rows, 1)))
     if not first:
         return
     engine = Generator(
         model,
-        rows if invariant else len(first),
+        rows if invariant else min(rows, len(first)),
         chunk=chunk,
         capacity=capacity or find_capacity(first),
         draft=draft,

@@ -13,6 +13,7 @@ from dsv4_jax.data.tokenizer import Tokenizer
 from dsv4_jax.generate.engine import Generator
 from dsv4_jax.generate.request import Request, find_capacity, make_request
 from dsv4_jax.model.cache import measure_cache
+from dsv4_jax.model.config import ModelConfig
 from dsv4_jax.model.deepseek import DeepSeek
 from dsv4_jax.section import ConfigError
 
@@ -36,13 +37,15 @@ class Sampler:
         """Make a generator for some requests; `write` gets every piece of text."""
         self._engine = Generator(
             model,
-            max(1, min(rows, len(requests))),
+            min(rows, max(len(requests), 1)),
             capacity=find_capacity(requests),
             draft=draft,
             tokenizer=tokenizer,
         )
         self._requests, self._write, self._tokenizer = requests, write, tokenizer
         self._start, self._first, self._tokens = time.perf_counter(), 0.0, 0
+        self._programs: set[tuple[str, int]] = set()  # that have run: by the kind of step and the room
+        self._compiling, self._steady, self._later = 0.0, 0.0, 0  # seconds of their first steps; of others, and tokens
 
     def stream(self) -> None:
         """Continue the only request; write its text."""
@@ -77,18 +80,27 @@ class Sampler:
         return number
 
     def _step(self) -> list[Any]:
+        start = time.perf_counter()
         made = self._engine.step()
+        now, program = time.perf_counter(), (self._engine.last, self._engine.capacity)
+        if program not in self._programs:
+            self._programs.add(program)
+            self._compiling += now - start
+        elif self._tokens:
+            self._steady, self._later = self._steady + now - start, self._later + len(made)
         if made and not self._tokens:
-            self._first = time.perf_counter() - self._start
+            self._first = now - self._start
         self._tokens += len(made)
         return made
 
     def report(self) -> Iterator[str]:
         """Describe the speed, the drafts and the cache, a line each."""
-        engine, spent = self._engine, time.perf_counter() - self._start
-        # The first token comes after its programs were compiled.
-        speed = f"{(self._tokens - 1) / max(spent - self._first, 1e-9):,.1f} tokens/s"
-        yield f"{self._tokens} tokens, the first after {self._first:.2f} s, then {speed}"
+        engine = self._engine
+        speed = f", then {self._later / self._steady:,.1f} tokens/s" if self._later else ""
+        yield f"{self._tokens} tokens, the first after {self._first:.2f} s{speed}"
+        if self._programs:
+            number, spent = len(self._programs), self._compiling
+            yield f"first steps of {number} programs, which compile: {spent:.2f} s, not in tokens/s"
         if engine.draft:
             shares = ", ".join(f"{count / max(engine.drafted, 1):.0%}" for count in engine.accepted)
             yield f"drafts accepted up to each slot: {shares}; {engine.steps['token']} passes after the prompts"
@@ -99,14 +111,14 @@ class Sampler:
         yield f"{grows / engine.rows / engine.capacity:,.2f} bytes per token of a row"
 
 
-def read_prompts(path: Path, model: DeepSeek, tokenizer: Tokenizer, **options: Any) -> list[Request]:
-    """Read a file of prompts: a line of JSON for each, with `prompt` and any other of `KEYS`.
+def read_prompts(path: Path, cfg: ModelConfig, tokenizer: Tokenizer, **options: Any) -> list[Request]:
+    """Read a file of prompts, - for the standard input: a line of JSON each, with `prompt` and any other of `KEYS`.
 
     Raises:
         ConfigError: for a file that cannot be read, or a line that is no prompt, naming it.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = (read_input() if str(path) == "-" else path.read_text()).split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path}: {error}") from error
     requests = []
@@ -119,7 +131,7 @@ def read_prompts(path: Path, model: DeepSeek, tokenizer: Tokenizer, **options: A
                 raise ConfigError('must be an object with a string "prompt"')
             if unknown := set(record) - set(KEYS):
                 raise ConfigError(f"unknown keys {sorted(unknown)}, expected some of {KEYS}")
-            requests.append(make_request(record.pop("prompt"), model.cfg, tokenizer, **(options | record)))
+            requests.append(make_request(record.pop("prompt"), cfg, tokenizer, **(options | record)))
         except (ConfigError, TypeError, ValueError) as error:
             raise ConfigError(f"--prompts {path}, line {number}: {error}") from error
     if not requests:
@@ -127,11 +139,23 @@ def read_prompts(path: Path, model: DeepSeek, tokenizer: Tokenizer, **options: A
     return requests
 
 
+def read_input(line: bool = False) -> str:
+    """Read the standard input, or a line of it.
+
+    Raises:
+        ConfigError: if it is no text.
+    """
+    try:
+        return sys.stdin.readline() if line else sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the standard input must be text: {error}") from error
+
+
 def type_lines() -> Iterator[str]:
     """Yield lines that a reader types, until the end of the input."""
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        line = read_input(line=True)
         if not line:
             return
         yield line

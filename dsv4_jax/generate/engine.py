@@ -76,7 +76,8 @@ class Generator:
         chunk: tokens of a prompt that one step reads.
         capacity: tokens for whose entries the cache has room; it doubles when a text needs more.
         draft: tokens that are drafted at a time.
-        steps: number of steps of each kind so far.
+        steps: number of steps of each kind so far: `prompt` and `token`.
+        last: kind of the last step.
         drafted: drafts of each row that were checked so far.
         accepted: how many of them were accepted, for each place of a draft.
     """
@@ -104,10 +105,12 @@ class Generator:
             tokenizer: makes the tokens' text.
 
         Raises:
-            ConfigError: if the model cannot draft as many tokens.
+            ConfigError: for sizes below 1, or if the model cannot draft as many tokens.
         """
-        if draft:
-            check_width(model.cfg, draft)
+        check_width(model.cfg, draft)
+        for name, size in (("rows", rows), ("chunk", chunk), ("capacity", capacity)):
+            if size < 1:
+                raise ConfigError(f"{name} = {size} must be 1 or above")
         ensure_mesh()
         sizes = jax.sharding.get_abstract_mesh().shape
         self._devices = math.prod(sizes[axis] for axis in BATCH)
@@ -116,12 +119,12 @@ class Generator:
         self._one = sizes["context"]  # tokens of a chunk that reads a single one
         self._leaves, self._tree = jax.tree.flatten(model)
         self.cache = init_cache(model.cfg, self.rows, capacity, draft=draft > 0)
-        self.steps = collections.Counter[str]()
+        self.steps, self.last = collections.Counter[str](), ""
         self.drafted, self.accepted = 0, np.zeros(draft, int)
         self._table: list[_Row | None] = [None] * self.rows
         self._queue: collections.deque[_Row] = collections.deque()
         self._done: dict[int, _Row] = {}  # the last finished request of each row
-        self._added, self._last = 0, ""
+        self._added = 0
 
     @property
     def capacity(self) -> int:
@@ -186,13 +189,13 @@ class Generator:
         texts = [(i, row) for i, row in rows if not row.reads_prompt]
         if not rows:
             return []
-        self._last = "prompt" if prompts and (self._last != "prompt" or not texts) else "token"
-        self.steps[self._last] += 1
-        return self._read(prompts, self.chunk) if self._last == "prompt" else self._read(texts, self._one)
+        self.last = "prompt" if prompts and (self.last != "prompt" or not texts) else "token"
+        self.steps[self.last] += 1
+        return self._read(prompts, self.chunk) if self.last == "prompt" else self._read(texts, self._one)
 
     def _read(self, rows: list[tuple[int, _Row]], T: int) -> list[Token]:
         """Read the next tokens of some rows, T at most, and draw a token where none is pending after them."""
-        drafts = self.draft if self._last == "token" else 0
+        drafts = self.draft if self.last == "token" else 0
         self._make_room(max(row.length + min(T, len(row.pending)) + drafts for _, row in rows))
         ids, n, length = (np.zeros(shape, np.int32) for shape in ((self.rows, T), self.rows, self.rows))
         for i, row in enumerate(self._table):
@@ -267,7 +270,7 @@ class Generator:
 
         A model that reads images gets the arrays for every prompt: one program, whichever rows have images.
         """
-        if not self.model.cfg.vision_n_layers or self._last != "prompt":
+        if not self.model.cfg.vision_n_layers or self.last != "prompt":
             return None, None
         types = np.full((self.rows, T), TEXT, np.int32)
         embeddings = np.zeros((self.rows, T, self.model.cfg.dim), np.float32)

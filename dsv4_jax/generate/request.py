@@ -24,7 +24,7 @@ class Request:
     Attributes:
         ids: token ids of the prompt, at least one; a document begins with the tokenizer's border.
         max_tokens: number of tokens to add.
-        temperature: divides the logits; 0 takes the likeliest token.
+        temperature: divides the logits; 0 takes the likeliest token. At least 1e-4 otherwise, so that fp32 holds them.
         top_k: draw from the k likeliest tokens; 0: from all.
         top_p: draw from the likeliest tokens that together have this probability.
         min_p: draw from tokens whose probability is at least this share of that of the likeliest.
@@ -54,15 +54,18 @@ class Request:
 
     def __post_init__(self) -> None:
         whole = lambda x: isinstance(x, int) and not isinstance(x, bool)
+        number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
+        cold = number(self.temperature) and (self.temperature == 0 or 1e-4 <= self.temperature < math.inf)
+        words = not isinstance(self.stop, str) and all(isinstance(x, str) and x for x in self.stop)
         for name, fits, want in (
             ("ids", len(self.ids) > 0, "at least one token"),
             ("max_tokens", whole(self.max_tokens) and self.max_tokens >= 1, "a whole number of at least 1"),
-            ("temperature", 0 <= self.temperature < math.inf, "0 or above"),
+            ("temperature", cold, "0 (the likeliest token), or a number of at least 1e-4"),
             ("top_k", whole(self.top_k) and self.top_k >= 0, "a whole number, 0 (all) or above"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("top_p", number(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1"),
             ("seed", whole(self.seed) and -(2**31) <= self.seed < 2**32, "a whole number of 32 bits"),
-            ("stop", not isinstance(self.stop, str) and all(self.stop), "a list of strings that are not empty"),
+            ("stop", words, "a list of strings that are not empty"),
         ):
             if not fits:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} must be {want}")
@@ -93,7 +96,8 @@ def make_request(
         options: attributes of `Request`.
 
     Raises:
-        ConfigError: for a text without a tokenizer, or an image that cannot be read or that the model cannot.
+        ConfigError: for a text without a tokenizer or not in UTF-8, an image that cannot be read, or a model without
+            vision that is given one.
     """
     if isinstance(prompt, Request):
         return prompt
@@ -103,14 +107,17 @@ def make_request(
         return Request(ids=prompt, **options)
     if tokenizer is None:
         raise ConfigError("a prompt of text needs a tokenizer")
-    text = tokenizer.encode([prompt])[0]
+    try:
+        text = tokenizer.encode([prompt])[0]
+    except UnicodeEncodeError as error:  # bytes of the command line that are no UTF-8 come as half characters
+        raise ConfigError(f"a prompt must be UTF-8: {error}") from error
     if not image:
         return Request(ids=[tokenizer.border, *map(int, text)], **options)
     vision = VisionLayout.of(cfg)
     if vision is None:
         raise ConfigError(f"{image}: the model reads no images (model.vision_n_layers = 0)")
     try:
-        layout = images.layout_of(*images.opened(image).size, vision)
+        layout = images.inspect(image, vision)
         patches = images.read(image, vision)
     except (images.ImageError, OSError) as error:
         raise ConfigError(f"{image}: {error}") from error

@@ -24,12 +24,21 @@ from dsv4_jax.section import ConfigError
 _DRAFTS = 2**30  # positions of the random numbers of drafts, which must not be those of the tokens
 
 
+def full_width(cfg: ModelConfig) -> int:
+    """Return the number of tokens that the draft blocks are trained to draft at a time."""
+    return cfg.dspark_block_size if cfg.dspark_target_layer_ids else 1
+
+
 def check_width(cfg: ModelConfig, n: int) -> None:
-    """Check that the model can draft n tokens at a time.
+    """Check that the model can draft n tokens at a time; 0: it need not.
 
     Raises:
-        ConfigError: if it has no draft blocks, or DSpark drafts fewer.
+        ConfigError: if n is negative, the model has no draft blocks, or DSpark drafts fewer.
     """
+    if n < 0:
+        raise ConfigError(f"draft = {n} must be 0 (none) or above")
+    if not n:
+        return
     if not cfg.n_mtp_layers:
         raise ConfigError(f"draft = {n}: the model has no draft blocks")
     if cfg.dspark_target_layer_ids and n > cfg.dspark_block_size:

@@ -3,22 +3,31 @@
 
 import dataclasses
 import functools
+import itertools
 import json
+import types
 
 import jax
 import numpy as np
 import pytest
 from PIL import Image
+from support import runs
 from support.golden_models import ruled_model, small_config
 
 import dsv4_jax as ds
+from dsv4_jax import cli
+from dsv4_jax.config import LossConfig, MeshConfig
 from dsv4_jax.data.images import read
 from dsv4_jax.data.tokenizer import Bytes
 from dsv4_jax.data.vision_layout import VisionLayout
+from dsv4_jax.generate import command
 from dsv4_jax.generate.command import Sampler, read_prompts
 from dsv4_jax.generate.engine import Generator
 from dsv4_jax.generate.request import Request, make_request
+from dsv4_jax.mesh import make_mesh
 from dsv4_jax.model.token_types import END, IMAGE, NEWLINE, START, TEXT
+from dsv4_jax.train import checkpoint
+from dsv4_jax.train.run_dir import resolved
 
 MODEL = small_config(
     vocab_size=257, n_layers=1, compress_ratios=(4,), n_mtp_layers=0, window_size=6, hc_sinkhorn_iters=2, remat="none",
@@ -63,7 +72,7 @@ def test_a_file_of_prompts(tmp_path):
     path, written = tmp_path / "prompts.jsonl", []
     lines = [{"prompt": "ab", "max_tokens": 3}, {"prompt": "", "temperature": 0}, {"prompt": "c", "stop": ["never"]}]
     path.write_text("\n\n".join(map(json.dumps, lines)))
-    requests = read_prompts(path, small(), Bytes(), max_tokens=4, seed=7, stop_ids=())
+    requests = read_prompts(path, MODEL, Bytes(), max_tokens=4, seed=7, stop_ids=())
     assert [r.max_tokens for r in requests] == [3, 4, 4] and [r.seed for r in requests] == [7] * 3
     assert list(requests[1].ids) == [Bytes.border]
     sampler = Sampler(small(), Bytes(), requests, written.append, rows=2)
@@ -79,14 +88,16 @@ def test_a_file_of_prompts(tmp_path):
     [
         ("[1]", "object"), ('{"prompt": 1}', "object"), ('{"prompt": "a", "temp": 1}', "temp"), ("{", "line 2"),
         ('{"prompt": "a", "top_p": 2}', "top_p"), ('{"prompt": "a", "image": "x.png"}', "no images"),
-        ('{"prompt": "a", "max_tokens": "3"}', "max_tokens"), ('{"prompt": "a", "temperature": "hot"}', "line 2"),
+        ('{"prompt": "a", "max_tokens": "3"}', "max_tokens"), ('{"prompt": "a", "temperature": "hot"}', "temperature"),
+        ('{"prompt": "a", "stop": [1]}', "stop"), ('{"prompt": "a", "image": 5}', "image"),
+        ('{"prompt": "a", "temperature": 1e-40}', "1e-4"), (r'{"prompt": "\udcff"}', "UTF-8"),
     ],
 )  # fmt: skip
 def test_wrong_lines_are_named(tmp_path, line, words):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n' + line)
     with pytest.raises(ds.ConfigError, match="line 2") as error:
-        read_prompts(path, small(), Bytes())
+        read_prompts(path, MODEL, Bytes())
     assert words in str(error.value)
 
 
@@ -96,7 +107,7 @@ def test_files_without_prompts_are_refused(tmp_path):
         if content is not None:
             path.write_text(content)
         with pytest.raises(ds.ConfigError, match=name):
-            read_prompts(path, small(), Bytes())
+            read_prompts(path, MODEL, Bytes())
 
 
 def test_an_image_stands_before_the_text(tmp_path):
@@ -128,3 +139,74 @@ def test_images_are_read_as_in_training(v41):
     logp = jax.nn.log_softmax(np.asarray(v41["out"].logits)[0, length - 1])
     assert token.id == logp.argmax()
     np.testing.assert_allclose(token.logprob, logp.max(), rtol=0, atol=1e-4)
+
+
+def test_speed_leaves_out_what_compiles_and_what_a_reader_takes(monkeypatch):
+    """The first step of a program compiles; the time between two lines is not the model's."""
+    now = itertools.count(0.0, 1.0)  # a second for every look at the clock
+    monkeypatch.setattr(command, "time", types.SimpleNamespace(perf_counter=lambda: next(now)))
+    request = Request(ids=[1], max_tokens=6, temperature=0)
+    sampler = Sampler(small(), Bytes(), [request], lambda text: None)
+    sampler.stream()
+    for _ in range(1000):
+        command.time.perf_counter()
+    first, programs, *_ = sampler.report()
+    assert first == "6 tokens, the first after 2.00 s, then 1.0 tokens/s"
+    assert programs == "first steps of 2 programs, which compile: 2.00 s, not in tokens/s"
+    short = Sampler(small(), Bytes(), [dataclasses.replace(request, max_tokens=1)], lambda text: None)
+    short.stream()
+    assert next(short.report()) == "1 tokens, the first after 2.00 s"
+
+
+def write_config(folder):
+    """The configuration of a run of the small model."""
+    config = runs.config("", folder, 8, model=MODEL, loss=LossConfig(mtp=0.0))
+    (folder / "config.json").write_text(json.dumps(resolved(config)))
+
+
+def test_wrong_uses_end_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
+    """With status 2, naming what is wrong."""
+    write_config(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": "a", "top_p": 7}\n')
+    monkeypatch.setattr(checkpoint, "load_model", None)
+    for words, told in (
+        ("x --top-p 2", "top_p = 2.0"),
+        ("x --draft", "no draft blocks"),
+        ("x --draft -2", "draft = -2"),
+        ("x --image no.png", "no images"),
+        (f"--prompts {tmp_path}/bad.jsonl", "line 2: top_p"),
+        ("x --mesh.data 0", "mesh.data"),
+        ("x --mesh.data 64", "64 x 1 x 1 needs 64 devices"),
+        ("x --mesh.dada 2", "--mesh.dada"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["sample", str(tmp_path), *words.split()])
+        assert told in capsys.readouterr().err, words
+
+
+def test_a_run_of_a_mesh_is_sampled_on_any(corpus, tmp_path, capsys, cheap_compilation):
+    cfg = runs.small(corpus, tmp_path, steps=2)
+    cfg = dataclasses.replace(
+        cfg, data=dataclasses.replace(cfg.data, batch_size=4), mesh=MeshConfig(data=2, expert=2, context=2)
+    )
+    with jax.set_mesh(make_mesh()):  # the commands set others, which end with this one
+        runs.train(cfg)
+        texts = []
+        for mesh in ([], ["--mesh.data", "2", "--mesh.context", "2"], ["--mesh.expert", "4"]):
+            capsys.readouterr()
+            cli.main(["sample", str(tmp_path), "The quick", "--tokens", "8", "--temperature", "0", *mesh])
+            texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("The quick") and len(texts[0]) > 10 and len(set(texts)) == 1
+
+
+def test_an_interrupted_text_still_has_its_measurements(tmp_path, monkeypatch, capsys):
+    write_config(tmp_path)
+    monkeypatch.setattr(checkpoint, "load_model", lambda *_: small())
+
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Generator, "step", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        cli.main(["sample", str(tmp_path), "x"])
+    assert "bytes per token" in capsys.readouterr().err

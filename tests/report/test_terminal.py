@@ -64,7 +64,7 @@ def evil_model(corpus, tmp_path, monkeypatch):
     class Evil:
         """A generator of one request, whose text is evil."""
 
-        rows, capacity, draft, busy = 1, 64, 0, False
+        rows, capacity, draft, last, busy = 1, 64, 0, "token", False
 
         def __init__(self, *arguments, **options):
             self.cache = init_cache(config.model, 1, 64)
