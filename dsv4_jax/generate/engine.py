@@ -52,20 +52,30 @@ class Token(NamedTuple):
 
 @dataclasses.dataclass
 class _Row:
-    """The request that a row of the cache serves: `length` tokens are in the cache, `pending` are to be read."""
+    """The request that a row of the cache serves.
+
+    Attributes:
+        ids: tokens of the text: the first `length` are in the cache, the others are to be read.
+        made: number of tokens made so far.
+        images: embeddings of the text's first tokens, and their kinds; None without images.
+    """
 
     number: int
     request: Request
-    pending: list[int]
+    ids: list[int]
     length: int = 0
     made: int = 0
-    images: np.ndarray | None = None
+    images: tuple[np.ndarray, np.ndarray] | None = None
     stream: TextStream | None = None
     experts: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @property
     def reads_prompt(self) -> bool:
         return not self.made
+
+    @property
+    def unread(self) -> int:
+        return len(self.ids) - self.length
 
 
 class Generator:
@@ -161,8 +171,8 @@ class Generator:
         row = _Row(self._added, request, list(map(int, ids)))
         if self.tokenizer is not None:
             row.stream = TextStream(self.tokenizer, request.stop)
-        if request.patches is not None:
-            row.images = self._embed_images(request)
+        if request.patches is not None and request.token_types is not None:
+            row.images = self._embed_images(request), request.token_types
         self._added += 1
         if after is None:
             self._queue.append(row)
@@ -170,7 +180,7 @@ class Generator:
         i, old = next(((i, old) for i, old in self._done.items() if old.number == after), (0, None))
         if old is None or self._table[i] is not None:
             raise ConfigError(f"request {after} is not finished, or its row serves another one: its text cannot go on")
-        row.length, row.pending = old.length, [*old.pending, *row.pending]
+        row.length, row.ids, row.images = old.length, [*old.ids, *row.ids], old.images
         self._table[i] = row
         return row.number
 
@@ -196,13 +206,13 @@ class Generator:
     def _read(self, rows: list[tuple[int, _Row]], T: int) -> list[Token]:
         """Read the next tokens of some rows, T at most, and draw a token where none is pending after them."""
         drafts = self.draft if self.last == "token" else 0
-        self._make_room(max(row.length + min(T, len(row.pending)) + drafts for _, row in rows))
+        self._make_room(max(row.length + min(T, row.unread) + drafts for _, row in rows))
         ids, n, length = (np.zeros(shape, np.int32) for shape in ((self.rows, T), self.rows, self.rows))
         for i, row in enumerate(self._table):
             length[i] = 0 if row is None else row.length
         for i, row in rows:
-            n[i] = min(T, len(row.pending))
-            ids[i, : n[i]] = row.pending[: n[i]]
+            n[i] = min(T, row.unread)
+            ids[i, : n[i]] = row.ids[row.length : row.length + n[i]]
         chunk = Chunk(ids, n, length, self._rule(), *self._images(rows, T))
         run = functools.partial(read_drafts, width=drafts) if drafts else read_chunk
         self.cache, drawn = run(self._leaves, self.cache, chunk, tree=self._tree, keep_experts=self.keep_experts)
@@ -210,13 +220,14 @@ class Generator:
         made = []
         for i, row in rows:
             kept = int(drawn.kept_B[i])  # drafts that were accepted were read as well
-            row.length, row.pending = row.length + int(n[i]) + kept, row.pending[n[i] :]
+            row.length += int(n[i])
             if self.keep_experts:
                 row.experts.append(np.stack([layer[i, : n[i] + kept] for layer in drawn.experts]))
             if drafts:
                 self.drafted += 1
                 self.accepted += np.arange(drafts) < kept
-            if not row.pending:
+            if not row.unread:
+                row.length += kept
                 made += self._take(i, row, drawn.token_Bm[i, : kept + 1], drawn.logprob_Bm[i])
         return made
 
@@ -239,12 +250,12 @@ class Generator:
                 finish = "stop" if row.stream.stopped else finish
             made.append(Token(row.number, token, logprob, finish, text, None if cuts is None else cuts[j]))
             if finish:
-                # A text that goes on reads its last token first; drafts that were kept after it are forgotten.
-                row.length -= len(tokens) - 1 - j
-                row.pending = [] if stop else [token]
+                # A text that goes on is read again if drafts after its end are in the cache.
+                row.length = 0 if j < len(tokens) - 1 else row.length
+                row.ids += [] if stop else [token]
                 self._table[i], self._done[i] = None, row
                 return made
-        row.pending = [int(tokens[-1])]
+            row.ids.append(token)
         return made
 
     def _make_room(self, length: int) -> None:
@@ -275,9 +286,8 @@ class Generator:
         types = np.full((self.rows, T), TEXT, np.int32)
         embeddings = np.zeros((self.rows, T, self.model.cfg.dim), np.float32)
         for i, row in rows:
-            if row.images is not None and row.request.token_types is not None:
-                part = slice(row.length, row.length + T)
-                own, kinds = row.images[part], row.request.token_types[part]
+            if row.images is not None:
+                own, kinds = (x[row.length : row.length + T] for x in row.images)
                 embeddings[i, : len(own)], types[i, : len(kinds)] = own, kinds
         return types, embeddings
 

@@ -25,7 +25,7 @@ h1 { font-size: 24px; } h2 { font-size: 18px; margin: 28px 0 8px; border-bottom:
 td, th { padding: 4px 14px 4px 0; text-align: right; border-bottom: 1px solid #eee; }
 td:first-child, th:first-child, .events td, .events th { text-align: left; }
 .events { max-height: 320px; overflow-y: auto; } .events td { vertical-align: top; }
-.events td:last-child { white-space: normal; }
+.events td:last-child { white-space: pre-wrap; }
 .charts { display: grid; gap: 20px 24px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 460px), 1fr)); }
 figure { margin: 0; min-width: 0; } figure svg { display: block; width: 100%; max-width: 100%; height: auto; }
 figcaption b { display: block; } figcaption span { display: inline-block; margin-right: 16px; font-size: 13px; }

@@ -17,7 +17,7 @@ from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.batch import put_batch
 from dsv4_jax.data.packing import Position
 from dsv4_jax.data.remote import is_address
-from dsv4_jax.generate.sample import held_out_prompt, sample
+from dsv4_jax.generate.sample import held_out_pictures, held_out_prompt, sample
 from dsv4_jax.mesh import start_devices, use_mesh
 from dsv4_jax.model.token_map import make_token_map
 from dsv4_jax.section import ConfigError, RunError
@@ -300,7 +300,7 @@ def roll_back(trainer: Trainer, step: int) -> TrainState:
 
 
 def _report(trainer: Trainer, state: TrainState, data: Data) -> None:
-    """Print the held-out loss, beside what it should be compared with, and a sample."""
+    """Print the held-out loss, beside what it should be compared with; record a sample."""
     cfg, console, held_out, evaluation = trainer.cfg, trainer.console, trainer.held_out, trainer.evaluation
     per = f"nats per {data.unit}"
     rows = counted_rows(cfg.stage_at(cfg.steps - 1).cfg.data.batch_size, jax.process_index())
@@ -312,7 +312,13 @@ def _report(trainer: Trainer, state: TrainState, data: Data) -> None:
     console.print(f"unigram entropy   {unigram:.3f} {per} ({unigram / math.log(2):.3f} bits)")
     if cfg.train.sample_tokens:
         model = nnx.merge(nnx.graphdef(abstract_model(cfg)), state.params, state.buffers)
-        prompt = of_first(held_out_prompt(evaluation, data.tokenizer))  # processes have different rows
-        text = sample(model, data.tokenizer, prompt, cfg.train.sample_tokens, cfg.train.seed)
-        console.print(f"sample after {prompt!r} of the held-out text:" if prompt else "sample:")
-        console.print(printable(text))
+        # Processes have different rows.
+        prompt = of_first(held_out_prompt(evaluation, data.tokenizer))
+        pictures = of_first(held_out_pictures(evaluation, data.tokenizer))
+        tokens, seed = cfg.train.sample_tokens, cfg.train.seed
+        text, read = sample(model, data.tokenizer, prompt, tokens, seed, pictures=pictures)
+        after = f"after {prompt!r} of the held-out text:" if prompt else "of the model:"
+        trainer.record(int(state.step), "sample", printable(f"{after}\n{text}"))
+        for picture, text in zip(pictures, read, strict=True):
+            line = f"{text!r} in a held-out picture of {picture['written']!r}"
+            trainer.record(int(state.step), "read", printable(line))

@@ -163,3 +163,29 @@ def test_wrong_widths_are_refused():
     for cfg, n, words in ((none, 1, "no draft blocks"), (DSPARK, 4, "dspark_block_size = 3")):
         with pytest.raises(ds.ConfigError, match=words):
             speculate.check_width(cfg, n)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_whose_end_was_followed_by_accepted_drafts_goes_on(name: str):
+    """Drafts after the last token, as a number or a stop id sets it, are in the cache: nobody may see them."""
+    model = small(name)
+
+    def converse(n: int, stop, draft: int):
+        engine = Generator(model, 1, **SIZES, draft=draft)
+        after, turns, cut = None, [], 0
+        for prompt in PROMPTS:
+            request = Request(ids=prompt, max_tokens=n, temperature=0, stop_ids=stop)
+            after, made = engine.add(request, after), []
+            while engine.busy:
+                made += [token.id for token in engine.step()]
+            cut += not engine._done[0].length  # it is to be read again
+            turns.append(made)
+        return turns, cut
+
+    cuts = 0
+    for n, stop in (*((n, ()) for n in range(2, 9)), (20, (3, 9)), (20, (5, 1)), (20, (0, 4))):
+        want, _ = converse(n, stop, 0)
+        got, cut = converse(n, stop, 3)
+        assert got == want
+        cuts += cut
+    assert cuts > 0

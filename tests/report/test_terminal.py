@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text of data and models on a terminal, in a log and in the report: readable, and without power over them."""
 
+import html
 import io
 import json
 import types
@@ -15,7 +16,7 @@ from dsv4_jax.generate import command
 from dsv4_jax.generate import sample as sampling
 from dsv4_jax.generate.engine import Token
 from dsv4_jax.model.cache import init_cache
-from dsv4_jax.model.token_types import IMAGE, TEXT
+from dsv4_jax.model.token_types import END, IMAGE, NEWLINE, START, TEXT
 from dsv4_jax.section import ConfigError
 from dsv4_jax.train import checkpoint, run, run_dir
 from dsv4_jax.train.console import SafeConsole, printable
@@ -50,13 +51,15 @@ def test_a_run_prints_no_control_characters_of_its_sample(corpus, tmp_path, monk
 
     def evil(model, tokenizer, prompt, *arguments, **options):
         asked.append((prompt, options))
-        return EVIL
+        return EVIL, []
 
     monkeypatch.setattr(run, "sample", evil)
     said = train(small(corpus, tmp_path, steps=2, sample_tokens=8))
     ((prompt, options),) = asked
-    assert prompt.startswith("The quick brown fox number") and not options
-    assert f"sample after {prompt!r} of the held-out text:\n{TAME}\n" in said
+    assert prompt.startswith("The quick brown fox number") and options == {"pictures": []}
+    assert f"step 2: sample: after {prompt!r} of the held-out text:\n{TAME}\n" in said
+    page = report.write_report([tmp_path], tmp_path / "page.html").read_text()
+    assert f"of the held-out text:\n{html.escape(TAME)}</td>" in page
 
 
 @pytest.fixture
@@ -122,6 +125,34 @@ def test_the_prompt_is_half_of_the_longest_whole_document_of_text():
     pictures = {k: v[2:] for k, v in (batch | {"token_types": kinds}).items()}
     assert sampling.held_out_prompt([pictures], Bytes()) == ""
     assert sampling.held_out_prompt([pictures, batch], Bytes(), most=10) == "a document"
+
+
+def test_pictures_are_those_of_the_documents_with_the_text_that_follows():
+    """The second picture of a row, of a document with text before it; the next picture ends its text."""
+    border = Bytes.border
+    picture = [START, IMAGE, NEWLINE, END]
+    pieces = [
+        ([border], [TEXT]), ([7] * 4, picture), ([*b"one"], [TEXT] * 3),
+        ([border, *b"so: "], [TEXT] * 5), ([7] * 4, picture), ([*b"two"], [TEXT] * 3),
+        ([7] * 4, picture), ([9], [TEXT]),
+        ([border, *b"text"], [TEXT] * 5), ([border], [TEXT]), ([7] * 4, picture),
+    ]  # fmt: skip
+    ids, kinds = (np.concatenate([piece[k] for piece in pieces])[None] for k in (0, 1))
+    patches = np.arange(1 * 8 * 3 * 1 * 1, dtype=np.float32).reshape(1, 8, 3, 1, 1)
+    grids = np.array([[[5, 1, 1, 1], [5, 13, 1, 3], [5, 20, 2, 1], [5, 31, 1, 1], [0, 0, 0, 0]]])
+    batch = {
+        "ids": ids, "segment_ids": np.cumsum(ids == border, 1), "token_types": kinds, "patches": patches,
+        "image_grids": grids,
+    }  # fmt: skip
+    one, two = json.loads(json.dumps(sampling.held_out_pictures([batch, batch], Bytes(), most=2)))
+    assert (one["ids"], one["written"], one["image_grids"]) == ([border, *[7] * 4], "one", [[0, 1, 1, 1]])
+    assert (two["ids"], two["written"]) == ([border, *b"so: ", *[7] * 4], "two")
+    assert two["image_grids"] == [[0, 5, 1, 3]] and two["token_types"] == [TEXT] * 5 + picture
+    np.testing.assert_array_equal(two["patches"], patches[0, 1:4])
+    assert len(sampling.held_out_pictures([batch, batch], Bytes(), most=9)) == 4  # nothing follows the fourth picture
+    assert sampling.held_out_pictures([{"ids": ids}], Bytes()) == []
+    (short,) = sampling.held_out_pictures([batch], Bytes(), most=1, longest=2)
+    assert short["written"] == "on"
 
 
 def test_a_sample_past_the_end_of_documents():

@@ -141,7 +141,7 @@ def test_samples_repeat_and_greedy_takes_the_likeliest(straight, corpus):
     model = load_model(config(corpus, straight[0], 8))
     one = sample(model, Bytes(), "The ", 6, seed=1)
     assert one == sample(model, Bytes(), "The ", 6, seed=1)
-    greedy = sample(model, Bytes(), "The ", 6, seed=1, temperature=0.0).encode()
+    greedy = sample(model, Bytes(), "The ", 6, seed=1, temperature=0.0)[0].encode()
     ids = jnp.asarray(np.frombuffer(b"\0The " + greedy, np.uint8).astype(np.int32))[None].at[0, 0].set(256)
     best = np.asarray(jax.jit(lambda m, i: m(i))(model, ids).logits.argmax(-1))[0, 4:-1]
     assert bytes(best.astype(np.uint8)) == greedy
