@@ -25,7 +25,13 @@ _DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 RULES = {"experts": ("expert",), "rows": AXES} | dict.fromkeys(("embed", "heads", "vocab"), ("data", "context"))
 
 # Compiler options for CPU: compile in three quarters of the default time, run as fast (docs/results.md).
-QUICK_CPU = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_passes": True}
+# Barriers stay until the program runs. XLA would remove them before it fuses operations, which then computes again what
+# a barrier keeps: the gradient of the residual streams four times in every layer, and values of the forward pass.
+QUICK_CPU = {
+    "xla_backend_optimization_level": 1,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_disable_hlo_passes": "cse_barrier_expander",
+}
 # Compiler options for programs that run only a few times on CPU: half of QUICK_CPU's compile time, twice its run time.
 ONCE_CPU = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 if jax.__version_info__ < (0, 11):  # the older emitter has no MLIR passes for each fusion; later versions lack it

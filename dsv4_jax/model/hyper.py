@@ -181,6 +181,8 @@ def _combine_forward(x_BSJD, weights_BSJK):
 
 def _combine_backward(residuals, dy_BSKD):
     x_BSJD, weights_BSJK = residuals
+    # Each result reads all streams of dy: XLA would fuse what makes dy into that, and compute it for every stream.
+    dy_BSKD = jax.lax.optimization_barrier(dy_BSKD)
     dx_BSJD = _combine(dy_BSKD, jnp.swapaxes(weights_BSJK, 2, 3)).astype(x_BSJD.dtype)
     dweights_BSJK = jnp.einsum("bsjd,bskd->bsjk", x_BSJD.astype(jnp.float32), dy_BSKD, precision="highest")
     # One of the two may be split over fewer axes than the result.
