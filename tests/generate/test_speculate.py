@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.caches import kept_values
 from support.golden_models import ruled_model, small_config
 
 import dsv4_jax as ds
@@ -42,7 +43,7 @@ def small(name: str):
 
 def generated(model, requests, **options):
     """The ids of every request, and the generator."""
-    engine, found = Generator(model, 2, **SIZES, **options), {}
+    engine, found = Generator(model, 2, **SIZES | options), {}
     for request in requests:
         engine.add(request)
     while engine.busy:
@@ -51,19 +52,13 @@ def generated(model, requests, **options):
     return found, engine
 
 
-@pytest.mark.parametrize(
-    ("name", "width"),
-    [
-        ("mtp", 2),
-        ("dspark", 3),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in (("mtp", 1), ("mtp", 4), ("dspark", 1))),
-    ],
-)
+@pytest.mark.parametrize(("name", "width"), [("mtp", 2), ("dspark", 3)])
 def test_greedy_text_is_that_without_drafts(name: str, width: int):
     """In two rows, whose drafts are accepted at different times; with the log-probabilities and the experts."""
-    requests = [Request(ids=p, max_tokens=n, temperature=0) for p, n in zip(PROMPTS, (40, 33, 50), strict=True)]
-    plain, _ = generated(small(name), requests, keep_experts=True)
-    drafted, engine = generated(small(name), requests, keep_experts=True, draft=width)
+    lengths = 300, 33, 50
+    requests = [Request(ids=p, max_tokens=n, temperature=0) for p, n in zip(PROMPTS, lengths, strict=True)]
+    plain, _ = generated(small(name), requests, keep_experts=True, capacity=512)
+    drafted, engine = generated(small(name), requests, keep_experts=True, capacity=512, draft=width)
     for number in range(3):
         want, got = plain[number], drafted[number]
         assert [t.id for t in got] == [t.id for t in want] and [t.finish for t in got] == [t.finish for t in want]
@@ -71,7 +66,62 @@ def test_greedy_text_is_that_without_drafts(name: str, width: int):
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(a.experts, b.experts)
     assert 0 < engine.accepted[0] < engine.drafted and (np.diff(engine.accepted) <= 0).all()
-    assert engine.steps["token"] < 40 + 33 + 50
+    assert engine.steps["token"] < sum(lengths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "widths"), [("mtp", (1, 2, 3, 4)), ("dspark", (1, 2, 3))])
+def test_greedy_text_of_2000_tokens_at_every_width(name: str, widths: tuple[int, ...]):
+    requests = [Request(ids=p, max_tokens=2000, temperature=0) for p in PROMPTS[:2]]
+    want, _ = generated(small(name), requests, capacity=2048)
+    for width in widths:
+        got, engine = generated(small(name), requests, capacity=2048, draft=width)
+        for number in range(2):
+            assert [t.id for t in got[number]] == [t.id for t in want[number]], width
+        assert 0 < engine.accepted[0] < engine.drafted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_cache_after_drafts_is_that_of_the_text(name: str):
+    """Windows, unfinished ones, entries, and what drafts are made from, at many lengths of two texts."""
+    model, engine = small(name), Generator(small(name), 2, **SIZES, draft=3)
+    for prompt in PROMPTS[:2]:
+        engine.add(Request(ids=prompt, max_tokens=50, temperature=0.5))
+    texts, lengths = [list(prompt) for prompt in PROMPTS[:2]], set()
+    for _ in range(20):
+        for token in engine.step():
+            texts[token.request].append(token.id)
+        n = np.asarray(engine.cache.length_B)
+        ids = np.array([(text + [0] * 64)[:64] for text in texts])
+        want = read_text(model, init_cache(model.cfg, 2, SIZES["capacity"], draft=True), ids, n)
+        for got, value in zip(kept_values(engine.cache), kept_values(want), strict=True):
+            np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-5)
+        lengths.add(tuple(n % 8))
+    assert len(lengths) > 10
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bfloat16_drafts_too(name: str):
+    """No array of the cache changes its type, and log-probabilities are about those of the forward pass."""
+    model = ruled_model(dataclasses.replace(MODELS[name], compute_dtype="bfloat16"))
+    request = Request(ids=PROMPTS[0], max_tokens=30)
+    engine = Generator(model, 1, **SIZES, draft=2)
+    before, made = jax.tree.map(lambda x: x.dtype, engine.cache), []
+    engine.add(request)
+    while engine.busy:
+        made += engine.step()
+    assert jax.tree.map(lambda x: x.dtype, engine.cache) == before and engine.drafted
+    ids = [*request.ids, *(token.id for token in made)]
+    logits = jax.jit(lambda model, ids: model(ids).logits)(model, np.array([ids]))
+    logp = np.asarray(jax.nn.log_softmax(np.asarray(logits)[0]))
+    want = logp[np.arange(len(request.ids) - 1, len(ids) - 1), np.array(ids[len(request.ids) :])]
+    np.testing.assert_allclose([token.logprob for token in made], want, rtol=0, atol=0.1)
+
+
+@jax.jit
+def read_text(model, cache, ids, n):
+    """A cache of the first n tokens of rows."""
+    return commit(model.extend(cache, ids, n)[1], n)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from support.caches import kept_values
 from support.golden_models import ruled_model, small_config
 
 from dsv4_jax.config.files import load_config
@@ -132,42 +133,32 @@ def test_rows_of_different_lengths(name: str, attention: str):
             np.testing.assert_allclose(mtp[b, 1:length], want_mtp[b, : length - 1], **CLOSE, err_msg=f"row of {length}")
 
 
-def kept(cache):
-    """All that a cache says of its rows: their last tokens, and the entries that are complete."""
-    leaves = []
-    for layer in (layer for group in cache.layers for layer in group):
-        leaves += jax.tree.leaves(layer.recent)
-        for x in jax.tree.leaves(layer.entries):
-            made = np.asarray(cache.length_B) // -(-cache.capacity // x.shape[2])
-            leaves.append(np.where(np.arange(x.shape[2])[:, None] < made[:, None, None], x, 0))
-    return [*leaves, *jax.tree.leaves(cache.history)]
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_rejected_tokens_leave_no_trace(name: str):
-    """A chunk of 5 tokens of which 0 to 5 are kept, at every offset from the windows of all ratios."""
+    """Chunks of 5 tokens of which 0 to 5 are kept: every number at every offset from the windows of all ratios."""
     model, _, _ = small(name)
-    B, S, T = 4, 32, 5
+    B, S, T = 4, 60, 5
     plain = init_cache(model.cfg, B, 64, draft=True)
     speculative, place = plain, np.zeros(B, int)
     caches = [plain]
     for t in range(S):
         _, _, _, plain = extend(model, plain, np.resize(IDS[:, t : t + 1], (B, T)), np.ones(B, int))
         caches.append(plain)
-    seen, rng = set(), np.random.RandomState(1)
-    while (place < S).all():
-        n = np.minimum(rng.randint(0, T + 1, B), S - place)
+    missing, rng = {(offset, count) for offset in range(8) for count in range(T + 1)}, np.random.RandomState(1)
+    while missing:
+        n = np.ones(B, int)  # or the least number that is missing
+        for b in range(B):
+            n[b] = min((count for offset, count in missing if offset == place[b] % 8), default=1)
+            missing.discard((place[b] % 8, n[b]))
         drafts = rng.randint(0, 64, (B, T))  # rejected ones, with the accepted ones before them
         for b in range(B):
             drafts[b, : n[b]] = IDS[b, place[b] : place[b] + n[b]]
         _, speculative = verify(model, speculative, drafts, n)
-        seen |= {(int(at) % 8, int(count)) for at, count in zip(place, n, strict=True)}
         place += n
-        whole_rows = [kept(caches[at]) for at in place]
-        for i, x in enumerate(kept(speculative)):
+        whole_rows = [kept_values(caches[at]) for at in place]
+        for i, x in enumerate(kept_values(speculative)):
             want = np.stack([np.asarray(whole_rows[b][i])[:, b] for b in range(B)], axis=1)
             np.testing.assert_allclose(x, want, rtol=1e-5, atol=1e-5)
-    assert len(seen) > 20
 
 
 @jax.jit
@@ -231,3 +222,34 @@ def test_kinds_of_bytes_of_a_cache():
 def test_rows_must_fit_the_mesh():
     with jax.set_mesh(make_mesh(2, 2, 1)), pytest.raises(ConfigError, match=r"3 rows: .* = 4 must divide"):
         init_cache(V4, 3, 16)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_bfloat16_decodes_what_it_computes(name: str):
+    """Closer to the forward pass in bfloat16 than that is to fp32; and no part of a cache changes its type."""
+    ids, lengths = IDS[:, :24], [24, 7, 1, 20]
+    model, want, want_mtp = small(name, compute_dtype="bfloat16")
+    _, exact, _ = small(name)
+    cache = init_cache(model.cfg, 4, 32, draft=True)
+    after = jax.eval_shape(lambda: commit(model.extend(cache, ids, np.array(lengths))[1], np.array(lengths)))
+    types = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert types(after) == types(cache)
+    assert cache.layers[0][0].recent.window_BUK.dtype == jnp.bfloat16
+    logits, mtp = decode(model, ids, uneven(lengths, 5), lengths, capacity=32)
+    far = lambda x, y: np.abs(np.asarray(x, np.float32) - np.asarray(y)).mean()
+    for b, length in enumerate(lengths):
+        rounding = far(want[b, :length], exact[b, :length])
+        assert 0 < rounding and far(logits[b, :length], want[b, :length]) < 0.1 * rounding
+        if want_mtp is not None and length > 1:
+            assert far(mtp[b, 1:length], want_mtp[b, : length - 1]) < 0.1 * rounding
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_quantised_layers_decode_what_they_compute(name: str):
+    """Keys and entries are rounded once, before they are kept."""
+    model, want, _ = small(name, quantize=("experts", "index", "window", "entries"))
+    logits, _ = decode(model, IDS[:, :24], uneven([24, 7, 1, 20], 5), [24, 7, 1, 20])
+    for b, length in enumerate([24, 7, 1, 20]):
+        # A value next to the border between two codes may take the other one.
+        apart = np.abs(logits[b, :length] - want[b, :length])
+        assert apart.max() < 5e-3 and apart.mean() < 5e-5
