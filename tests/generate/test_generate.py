@@ -66,6 +66,34 @@ def test_greedy_tokens_are_the_likeliest_of_the_whole_text():
         np.testing.assert_array_equal(kept, np.stack([np.asarray(x)[0, : len(ids) - 1] for x in experts]))
 
 
+def test_log_probabilities_are_those_of_training_on_packed_texts():
+    """Two texts in a row after another document, with learned and hashed layers and the experts of generation."""
+    requests = [Request(ids=p, max_tokens=n, seed=n) for p, n in zip(PROMPTS[:2], (12, 9), strict=True)]
+    found = texts(ds.generate(small(), requests, rows=2, chunk=5, capacity=64, keep_experts=True))
+    S, k = 64, MODEL.n_activated_experts
+    ids, segments = np.zeros((1, S), np.int32), np.zeros((1, S), np.int32)
+    experts = np.zeros((MODEL.n_layers, 1, S, k), np.int32)
+    ids[0, :7], segments[0, :7], place = 5, 1, 7
+    want, at = [], []
+    for number, request in enumerate(requests):
+        text = [*request.ids, *(token.id for token in found[number])]
+        ids[0, place : place + len(text)], segments[0, place : place + len(text)] = text, number + 2
+        kept = np.concatenate([token.experts for token in found[number]], axis=1)
+        experts[:, 0, place : place + kept.shape[1]] = kept
+        at += range(place + len(request.ids) - 1, place + len(text) - 1)
+        want += [token.logprob for token in found[number]]
+        place += len(text)
+
+    @jax.jit
+    def logits(model, inputs):
+        return head_logits(model.hidden(inputs, with_mtp=False).h, model.head[...])
+
+    for forced in (None, list(experts)):
+        got = logits(small(), Inputs(jnp.asarray(ids), jnp.asarray(segments), forced_experts=forced))
+        logp = np.asarray(jax.nn.log_softmax(np.asarray(got)[0]))
+        np.testing.assert_allclose(logp[at, ids[0, np.array(at) + 1]], want, rtol=0, atol=1e-4)
+
+
 def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch():
     """Bit for bit, with the same shapes: alone, beside others, and beside one that ends and one that begins."""
     how = dict(max_tokens=12, temperature=1.3, top_p=0.95, seed=3)

@@ -14,6 +14,7 @@ from dsv4_jax.data.tokenizer import Bytes
 from dsv4_jax.generate.programs import read_chunk
 from dsv4_jax.generate.request import Request, make_request
 from dsv4_jax.generate.sampling import Rule, apply_rule
+from dsv4_jax.model.token_types import TEXT
 
 VISION = small_config(
     vocab_size=257, n_layers=2, compress_ratios=(2, 2), n_mtp_layers=0, kv_source_layers=(0,),
@@ -47,6 +48,38 @@ def test_an_image_in_another_row_changes_nothing(tmp_path):
             assert first_row(model, [mine, other]) == alone
     assert read_chunk._cache_size() - before == 2  # one for prompts, with images or without, and one for tokens
     assert first_row(model, [dataclasses.replace(picture, patches=picture.patches * 0)]) != first_row(model, [picture])
+
+
+def test_log_probabilities_after_an_image_are_those_of_training(tmp_path):
+    """With the image across the border of two chunks, and the experts of generation given back."""
+    path, model = tmp_path / "picture.png", ruled_model(VISION)
+    Image.fromarray(np.random.RandomState(0).randint(0, 255, (6, 6, 3), np.uint8)).save(path)
+    request = make_request("xy", VISION, Bytes(), image=str(path), max_tokens=6, stop_ids=(), seed=2)
+    made = list(ds.generate(model, [request], rows=2, invariant=True, chunk=5, capacity=64, keep_experts=True))
+    ids = np.array([[*request.ids, *(token.id for token in made)]])[:, :-1]
+    types = np.full_like(ids, TEXT)
+    types[0, : len(request.ids)] = request.token_types
+    assert types[0, 4] != TEXT and types[0, 5] != TEXT
+    experts = np.concatenate([token.experts for token in made], axis=1)[:, None]
+    inputs = dict(token_types=types, patches=request.patches, image_grids=request.image_grids)
+    run = jax.jit(lambda model, ids, inputs, experts: model(ids, **inputs, forced_experts=experts))
+    for forced in (None, list(experts)):
+        out = run(model, ids, inputs, forced)
+        logp = np.asarray(jax.nn.log_softmax(np.asarray(out.logits)[0]))[len(request.ids) - 1 :]
+        want = logp[np.arange(6), [token.id for token in made]]
+        np.testing.assert_allclose([token.logprob for token in made], want, rtol=0, atol=1e-4)
+        np.testing.assert_array_equal(experts, np.stack([np.asarray(x) for x in out.experts]))
+
+
+def test_a_row_forgets_the_request_before():
+    """The same request again, after another one in its row, gets the same tokens, bit for bit."""
+    model = ruled_model(MTP)
+    mine, other = (Request(ids=ids, max_tokens=9, seed=5) for ids in ([3, 1, 4, 1, 5], [2] * 20))
+    tokens = ds.generate(model, [mine, mine, other, mine], rows=1, chunk=5, capacity=64)
+    turns = [[] for _ in range(4)]
+    for token in tokens:
+        turns[token.request].append((token.id, token.logprob))
+    assert turns[0] == turns[1] == turns[3] != turns[2]
 
 
 @pytest.mark.parametrize("draft", [0, pytest.param(2, marks=pytest.mark.slow)])

@@ -133,6 +133,33 @@ def test_rows_of_different_lengths(name: str, attention: str):
             np.testing.assert_allclose(mtp[b, 1:length], want_mtp[b, : length - 1], **CLOSE, err_msg=f"row of {length}")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("T", [1, 2, 3, 4, 6, 7, 8, 9, 70])
+def test_chunks_of_every_length(name: str, T: int):
+    """One token, shorter than every window, as long as one, one longer, the sliding window, the whole row."""
+    model, want, _ = small(name)
+    logits, _ = decode(model, IDS, even(70, T))
+    np.testing.assert_allclose(logits, want, **CLOSE)
+
+
+# Prompts that end before, at and after the windows of a ratio of 4, the overlap of two of them, and 128.
+PROMPTS = [*range(1, 10), 127, 128, 129]
+REAL = dataclasses.replace(V4, n_layers=2, compress_ratios=(4, 128, 0), n_hash_layers=0, attention_block=64)
+
+
+@pytest.mark.parametrize("T", [50, pytest.param(1, marks=pytest.mark.slow), pytest.param(129, marks=pytest.mark.slow)])
+def test_real_ratios_and_prompts_around_them(T: int):
+    """Padded prompts in one batch, then more tokens, up to the third window of 128."""
+    S, B = 260, len(PROMPTS)
+    model, ids = ruled_model(REAL), np.random.RandomState(0).randint(0, 64, (1, 260)).repeat(len(PROMPTS), 0)
+    want = jax.jit(lambda model: model(ids[:1]))(model)
+    chunks = [(T, np.clip(np.array(PROMPTS) - start, 0, T)) for start in range(0, 129, T)]
+    logits, mtp = decode(model, ids, chunks + even(S, T), np.full(B, S), capacity=512)
+    np.testing.assert_allclose(logits, np.broadcast_to(want.logits, logits.shape), **CLOSE)
+    np.testing.assert_allclose(mtp[:, 1:], np.broadcast_to(want.mtp_logits, logits.shape)[:, :-1], **CLOSE)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_rejected_tokens_leave_no_trace(name: str):
     """Chunks of 5 tokens of which 0 to 5 are kept: every number at every offset from the windows of all ratios."""
