@@ -80,9 +80,9 @@ def rows_product(
         return grouped_pallas.rows_product(x, w, sizes, transposed, total, used)
     if total is not None:
         return total + rows_product(x, w, sizes, impl, transposed)
-    w = jnp.swapaxes(w, 1, 2) if transposed else w
     if impl == "blocked":
-        return _blocked_rows(x, w, sizes)
+        return _blocked_rows(x, w, sizes, transposed)
+    w = jnp.swapaxes(w, 1, 2) if transposed else w
     return jax.lax.ragged_dot(x, varying(w, x), sizes, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
@@ -153,31 +153,44 @@ def _block_table(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array, jax
     return group, first, ends[group], upto[-1]
 
 
-def _blocked_rows(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Compute the product of `grouped_matmul` block by block."""
-    N, F = x.shape[0], w.shape[2]
-    group, first, _, count = _block_table(sizes, N)
-    x = jnp.pad(x, ((0, BLOCK), (0, 0)))
+def _blocked_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
+    """Compute `rows_product` block by block.
+
+    Neither `x` nor the result is padded, and no matrix is transposed: such copies take as long as a product.
+    """
+    (N, _), T = x.shape, min(BLOCK, x.shape[0])
+    group, first, end, count = _block_table(sizes, N)
+    across = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def step(b: jax.Array, y: jax.Array) -> jax.Array:
-        rows = jax.lax.dynamic_slice_in_dim(x, first[b], BLOCK)
-        out = jnp.matmul(rows, w[group[b]], preferred_element_type=jnp.float32)
-        # A group's last block overwrites rows of the next group, whose own blocks come later.
-        return jax.lax.dynamic_update_slice_in_dim(y, out.astype(y.dtype), first[b], axis=0)
+        start, own = _place(first[b], end[b], N, T)
+        rows, old = (jax.lax.dynamic_slice_in_dim(a, start, T) for a in (x, y))
+        out = jax.lax.dot_general(rows, w[group[b]], across, preferred_element_type=jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(own, out.astype(y.dtype), old), start, axis=0)
 
-    y = jax.lax.fori_loop(0, count, step, varying(jnp.zeros((N + BLOCK, F), x.dtype), x, w, sizes))[:N]
-    return jnp.where((jnp.arange(N) < sizes.sum())[:, None], y, 0)
+    F = w.shape[1 if transposed else 2]
+    return jax.lax.fori_loop(0, count, step, varying(jnp.zeros((N, F), x.dtype), x, w, sizes))
 
 
 def _blocked_outer(x: jax.Array, dy: jax.Array, sizes: jax.Array, total: jax.Array) -> jax.Array:
     """Add x^T dy of every group to `total`, fp32 [G, D, F]."""
-    group, first, end, count = _block_table(sizes, x.shape[0])
-    x, dy = (jnp.pad(a, ((0, BLOCK), (0, 0))) for a in (x, dy))
+    N, T = x.shape[0], min(BLOCK, x.shape[0])
+    group, first, end, count = _block_table(sizes, N)
 
     def step(b: jax.Array, dw: jax.Array) -> jax.Array:
-        rows, drows = (jax.lax.dynamic_slice_in_dim(a, first[b], BLOCK) for a in (x, dy))
-        own = first[b] + jnp.arange(BLOCK) < end[b]
-        part = jnp.matmul(jnp.where(own[:, None], rows, 0).T, drows, preferred_element_type=jnp.float32)
+        start, own = _place(first[b], end[b], N, T)
+        rows, drows = (jax.lax.dynamic_slice_in_dim(a, start, T) for a in (x, dy))
+        part = jnp.matmul(jnp.where(own, rows, 0).T, drows, preferred_element_type=jnp.float32)
         return dw.at[group[b]].add(part)
 
     return jax.lax.fori_loop(0, count, step, varying(total, x, dy, sizes))
+
+
+def _place(first: jax.Array, end: jax.Array, N: int, T: int) -> tuple[jax.Array, jax.Array]:
+    """Find T of the N rows that hold the block from `first` on: their first, and which of them are of a group [T, 1].
+
+    The group ends before `end`. The last block begins early enough to end with the last row.
+    """
+    start = jnp.minimum(first, N - T)
+    row = start + jnp.arange(T)[:, None]
+    return start, (row >= first) & (row < end)

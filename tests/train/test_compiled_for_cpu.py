@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from dsv4_jax.mesh import act_spec
 from dsv4_jax.model.hyper import Mix, expand
 from dsv4_jax.ops.cross_entropy import cross_entropy
+from dsv4_jax.ops.grouped_matmul import grouped_matmul
 from dsv4_jax.train.programs import POLICY
 
 
@@ -32,3 +33,12 @@ def test_the_heads_gradient_is_no_product_of_two_transposes():
     text = _gradient_text(loss, jax.reshard(jnp.ones((1, 2048, 32)), act_spec(3)), jnp.ones((32, 512)))
     assert " dot(" in text
     assert "lhs_contracting_dims={0}, rhs_contracting_dims={1}" not in text
+
+
+def test_the_experts_products_copy_neither_rows_nor_matrices():
+    """Padded rows and transposed matrices take as long as a product."""
+    loss = lambda x, w: (grouped_matmul(x, w, jnp.array([300, 100, 600]), "blocked") ** 2).sum()
+    text = _gradient_text(loss, jnp.ones((1000, 32)), jnp.ones((3, 32, 48)))
+    assert " dot(" in text
+    assert " pad(" not in text
+    assert "f32[3,48,32]" not in text and "f32[3,32,48]{1,2,0}" not in text
