@@ -7,11 +7,13 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from PIL import Image
 from support.golden_models import empty_model, small_config
 
 import dsv4_jax as ds
+from dsv4_jax.data.tokenizer import Bytes
 from dsv4_jax.generate.engine import Generator
-from dsv4_jax.generate.request import Request
+from dsv4_jax.generate.request import Request, make_request
 from dsv4_jax.mesh import make_mesh
 
 MTP = small_config(
@@ -21,6 +23,11 @@ MTP = small_config(
 DSPARK = dataclasses.replace(
     MTP, n_layers=1, compress_ratios=(4, 0), n_hash_layers=0, dspark_target_layer_ids=(0,), dspark_block_size=3,
     dspark_noise_token_id=15, dspark_markov_rank=4, dspark_n_routed_experts=4, dspark_n_activated_experts=2,
+)  # fmt: skip
+VISION = dataclasses.replace(
+    MTP, vocab_size=257, n_hash_layers=0, n_mtp_layers=0, compress_ratios=(4, 8), modality_bias=True,
+    vision_n_layers=1, vision_dim=16, vision_n_heads=2, vision_inter_dim=16, vision_patch_size=2,
+    vision_downsample_ratio=2, vision_min_pixels=1, image_token_id=7,
 )  # fmt: skip
 MODELS = {"mtp": MTP, "dspark": DSPARK}
 # Five requests for four rows: likeliest and drawn tokens, and a row that serves two.
@@ -65,6 +72,27 @@ def test_a_mesh_generates_what_one_device_does(name: str, draft: int, shape: tup
         np.testing.assert_allclose([t.logprob for t in got], [t.logprob for t in want], rtol=0, atol=2e-5)
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(a.experts, b.experts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
+def test_a_mesh_reads_images_as_one_device_does(tmp_path, shape: tuple[int, int, int]):
+    """One of three prompts has an image, across the borders of chunks and of the devices' positions."""
+    path = tmp_path / "picture.png"
+    Image.fromarray(np.random.RandomState(0).randint(0, 255, (8, 12, 3), np.uint8)).save(path)
+    how = dict(max_tokens=8, stop_ids=())
+    prompts = [make_request(text, VISION, Bytes(), **how) for text in ("one", "another")]
+    prompts.append(make_request("x", VISION, Bytes(), image=str(path), **how))
+
+    def run(*shape: int):
+        with jax.set_mesh(make_mesh(*shape)):
+            model = jax.jit(lambda: ds.DeepSeek(VISION, rngs=nnx.Rngs(0)))()
+            made = list(ds.generate(model, prompts, rows=2, chunk=6, capacity=32))
+        return sorted((t.request, i, t.id, t.logprob) for i, t in enumerate(made))
+
+    got, want = run(*shape), run(1, 1, 1)
+    assert [t[:3] for t in got] == [t[:3] for t in want] and len(want) == 24
+    np.testing.assert_allclose([t[3] for t in got], [t[3] for t in want], rtol=0, atol=2e-5)
 
 
 def test_rows_and_chunks_are_rounded_up_to_the_mesh():
