@@ -184,6 +184,7 @@ def test_wrong_uses_end_before_the_model_is_loaded(tmp_path, monkeypatch, capsys
         assert told in capsys.readouterr().err, words
 
 
+@pytest.mark.slow
 def test_a_run_of_a_mesh_is_sampled_on_any(corpus, tmp_path, capsys, cheap_compilation):
     cfg = runs.small(corpus, tmp_path, steps=2)
     cfg = dataclasses.replace(

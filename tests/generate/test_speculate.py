@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.caches import kept_values
-from support.golden_models import ruled_model, small_config
+from support.golden_models import draft_configs, ruled_model
 
 import dsv4_jax as ds
 from dsv4_jax.generate import speculate
@@ -22,16 +22,7 @@ from dsv4_jax.model.cache import commit, init_cache
 from dsv4_jax.model.dspark import Anchors, propose
 from dsv4_jax.model.inputs import Inputs
 
-# Few tokens, so that drafts of an untrained model are accepted by chance.
-MTP = small_config(
-    vocab_size=16, n_layers=2, compress_ratios=(4, 8, 0), n_hash_layers=1, window_size=6, hc_sinkhorn_iters=2,
-    remat="none",
-)  # fmt: skip
-DSPARK = dataclasses.replace(
-    MTP, n_layers=1, compress_ratios=(4, 0), n_hash_layers=0, dspark_target_layer_ids=(0,), dspark_block_size=3,
-    dspark_noise_token_id=15, dspark_markov_rank=4, dspark_n_routed_experts=4, dspark_n_activated_experts=2,
-)  # fmt: skip
-MODELS = {"mtp": MTP, "dspark": DSPARK}
+MODELS = draft_configs()
 PROMPTS = [np.random.RandomState(i).randint(0, 16, n).tolist() for i, n in enumerate((9, 1, 4))]
 SIZES = dict(chunk=5, capacity=64)
 
@@ -100,7 +91,7 @@ def test_the_cache_after_drafts_is_that_of_the_text(name: str):
     assert len(lengths) > 10
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param("mtp", marks=pytest.mark.slow), "dspark"])
 def test_bfloat16_drafts_too(name: str):
     """No array of the cache changes its type, and log-probabilities are about those of the forward pass."""
     model = ruled_model(dataclasses.replace(MODELS[name], compute_dtype="bfloat16"))
@@ -209,13 +200,13 @@ def test_accepted_tokens_are_distributed_as_the_model_says():
 
 
 def test_wrong_widths_are_refused():
-    none = dataclasses.replace(MTP, n_mtp_layers=0, compress_ratios=(4, 8))
-    for cfg, n, words in ((none, 1, "no draft blocks"), (DSPARK, 4, "dspark_block_size = 3")):
+    none = dataclasses.replace(MODELS["mtp"], n_mtp_layers=0, compress_ratios=(4, 8))
+    for cfg, n, words in ((none, 1, "no draft blocks"), (MODELS["dspark"], 4, "dspark_block_size = 3")):
         with pytest.raises(ds.ConfigError, match=words):
             speculate.check_width(cfg, n)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param("mtp", marks=pytest.mark.slow), "dspark"])
 def test_a_text_whose_end_was_followed_by_accepted_drafts_goes_on(name: str):
     """Drafts after the last token, as a number or a stop id sets it, are in the cache: nobody may see them."""
     model = small(name)

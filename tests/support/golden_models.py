@@ -46,6 +46,22 @@ def small_config(**changes: Any) -> ds.ModelConfig:
     return ds.ModelConfig(**(fields | changes))
 
 
+def draft_configs(**changes: Any) -> dict[str, ds.ModelConfig]:
+    """Models that draft with the MTP block and with DSpark; few tokens, so that drafts are accepted by chance."""
+    fields = dict(vocab_size=16, window_size=6, hc_sinkhorn_iters=2, remat="none") | changes
+    mtp = small_config(n_layers=2, compress_ratios=(4, 8, 0), n_hash_layers=1, **fields)
+    dspark = small_config(
+        dspark_target_layer_ids=(0,),
+        dspark_block_size=3,
+        dspark_noise_token_id=15,
+        dspark_markov_rank=4,
+        dspark_n_routed_experts=4,
+        dspark_n_activated_experts=2,
+        **fields,
+    )
+    return {"mtp": mtp, "dspark": dspark}
+
+
 def empty_model(cfg: ds.ModelConfig) -> ds.DeepSeek:
     """A model of zeros, without the compilation that random numbers cost."""
     shapes = jax.eval_shape(lambda: ds.DeepSeek(cfg, rngs=nnx.Rngs(0)))
