@@ -3,14 +3,15 @@
 estimate of a block of queries.
 
     python benchmarks/attention.py
-    JAX_PLATFORMS=cpu python benchmarks/attention.py v5p:2x2x1 csa:65536 window:65536
+    JAX_PLATFORMS=cpu python benchmarks/attention.py v5p:2x2x1 csa:65536 window:65536 csa:1048576:64
 
 The first prints time and temporary memory of one CSA layer's core with its gradient. GATHER_COST in
 `dsv4_jax/ops/attention.py` is read off its first table: the M / k at which gathering starts to win.
 
-The second compiles the core with the sizes of DeepSeek-V4-Flash for a TPU that need not exist (needs libtpu). It prints
-the estimate of a block of 128 queries, its largest operations, and those that the compiler does not estimate (sorts,
-gathers, scatters).
+The second compiles the core with the sizes of DeepSeek-V4-Flash for a TPU that need not exist (needs libtpu). A third
+number is that of the devices along `context`: the core then has the last of so many chunks of the row's queries, and
+all of its entries. It prints the estimate of a block of 128 queries, its largest operations, and those that the
+compiler does not estimate (sorts, gathers, scatters).
 """
 
 import re
@@ -24,12 +25,14 @@ from timing import fastest
 from dsv4_jax.ops.attention import Index, attend
 from dsv4_jax.ops.documents import find_documents, find_windows
 from dsv4_jax.ops.indexer import count_tile
+from dsv4_jax.roofline import chip_of
+from dsv4_jax.train.programs import POLICY
 
 H, K, I, J, RATIO, WINDOW = 8, 64, 16, 32, 4, 128
 # DeepSeek-V4-Flash: heads and widths; ratio and selected entries of each kind, None without an indexer.
 FLASH = {"H": 64, "K": 512, "I": 64, "J": 128}
 KINDS = {"window": (0, None), "hca": (128, None), "csa": (4, 512), "warmup": (4, 0)}
-BLOCK, MEGAHERTZ = 128, 1750  # clock of v5p, in which the estimates count
+BLOCK = 128
 
 
 def compiled(S: int, topk: int, select: str):
@@ -52,25 +55,41 @@ def compiled(S: int, topk: int, select: str):
     return program, lambda: program(*arrays)
 
 
-def compile_for_tpu(kind: str, S: int, topology: str, gradient: bool):
-    """Compile the core of a layer of V4-Flash for one row of S positions; return it and its tiles of scores."""
+def compile_for_tpu(kind: str, S: int, topology: str, gradient: bool, context: int = 1):
+    """Compile the core of a layer of V4-Flash for the last chunk, of `context`, of a row of S positions.
+
+    Returns:
+        The program, its tiles of scores, and the chip.
+
+    Raises:
+        SystemExit: if the queries of a chunk take more than a quarter of the chip's memory.
+    """
     from jax.experimental import topologies
 
     device = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
     (H, K, I, J), (ratio, topk) = FLASH.values(), KINDS[kind]
-    M, where = S // ratio if ratio else 0, jax.sharding.SingleDeviceSharding(device)
+    M, T, where = S // ratio if ratio else 0, S // context, jax.sharding.SingleDeviceSharding(device)
+    chip = chip_of(device.device_kind)
+    assert chip is not None, device.device_kind
+    if (queries := T * H * K * 2) > chip.memory / 4:
+        raise SystemExit(
+            f"{kind}:{S}:{context}: the queries of {T} positions take {queries / 2**30:.0f} GiB of the chip's "
+            f"{chip.memory / 2**30:.0f}; split the row over more devices, as in {kind}:{S}:64"
+        )
 
     def array(*shape: int, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct((1, *shape), dtype, sharding=where)
 
-    index = (array(S, I, J), array(S, I, dtype=jnp.float32), array(M, J)) if topk is not None else None
-    x = (array(S, H, K), array(S, K), array(H, dtype=jnp.float32), array(M, K) if ratio else None, index)
+    index = (array(T, I, J), array(T, I, dtype=jnp.float32), array(M, J)) if topk is not None else None
+    left = min(WINDOW - 1, S - T)  # keys of the chunk before
+    x = (array(T, H, K), array(left + T, K), array(H, dtype=jnp.float32), array(M, K) if ratio else None, index)
 
     def core(x, segments):
         (q, kv, sink, entries, index), docs = x, find_documents(segments)
-        options = dict(window=WINDOW, entries_BMK=entries, windows=find_windows(docs, ratio) if ratio else None)
+        windows = find_windows(docs, ratio) if ratio else None
+        options = dict(window=WINDOW, offset=S - T, entries_BMK=entries, windows=windows)
         index = None if index is None else Index(*index, topk)
-        out = attend(q, kv, sink[0], docs.first_BS, index=index, block=BLOCK, **options)
+        out = attend(q, kv, sink[0], docs.first_BS[:, S - T :], index=index, block=BLOCK, **options)
         return out.o_BSHK, out.kl_BS
 
     def pull(x, segments, do):
@@ -84,14 +103,14 @@ def compile_for_tpu(kind: str, S: int, topology: str, gradient: bool):
             if gradient
             else jax.jit(core).trace(x, array(S, dtype=jnp.int32))
         )
-        return traced.lower(lowering_platforms=("tpu",)).compile(), tiles
+        return traced.lower(lowering_platforms=("tpu",)).compile(compiler_options=POLICY.repeated), tiles, chip
 
 
-def list_operations(program: str, tiles: int) -> list[tuple[float | None, str]]:
+def list_operations(program: str, tiles: int, clock: float) -> list[tuple[float | None, str]]:
     """List the estimated microseconds of all operations in the loops over blocks, for one block; None: no estimate.
 
-    Loops inside are those over tiles of entries. Their operations count `tiles` times: the last block of a row scores
-    all of them, the middle one half.
+    `clock` counts cycles a second. Loops inside are those over tiles of entries. Their operations count `tiles` times:
+    the last block of a row scores all of them, the middle one half.
     """
     bodies: dict[str, list[str]] = {}
     for line in program.splitlines():
@@ -106,7 +125,7 @@ def list_operations(program: str, tiles: int) -> list[tuple[float | None, str]]:
             if body := re.search(r" while\(.*body=%?([\w.\-]+)", line):
                 found += walk(body[1], times * tiles if name != "ENTRY" else 1)
             elif name != "ENTRY" and (cycles := re.search(r'cycles":"(\d+)"', line)) and int(cycles[1]) < 1 << 50:
-                found.append((times * int(cycles[1]) / MEGAHERTZ, line))
+                found.append((times * int(cycles[1]) / clock * 1e6, line))
             elif name != "ENTRY" and re.search(r" (sort|scatter|gather|fusion)\(", line):
                 found.append((None, line))
         return found
@@ -121,12 +140,12 @@ def describe(line: str) -> str:
 
 
 def estimate(topology: str, layers: list[str]) -> None:
-    """Print the compiler's estimates of layers such as `csa:65536`."""
+    """Print the compiler's estimates of layers such as `csa:65536` or `csa:1048576:64`."""
     for layer in layers:
-        kind, S = layer.split(":")
+        kind, S, *context = layer.split(":")
         for gradient in (False, True):
-            program, tiles = compile_for_tpu(kind, int(S), topology, gradient)
-            operations = list_operations(program.as_text(), tiles)
+            program, tiles, chip = compile_for_tpu(kind, int(S), topology, gradient, *map(int, context))
+            operations = list_operations(program.as_text(), tiles, chip.clock)
             known = sorted(((us, line) for us, line in operations if us is not None), reverse=True)
             temporary = program.memory_analysis().temp_size_in_bytes
             print(

@@ -4,15 +4,12 @@
 JAX_PLATFORMS=cpu python benchmarks/experts.py v5p:2x2x4 v5p:4x4x4
 
 Needs libtpu. The time is the sum of the compiler's estimates of all operations; loop bodies count once, which is right
-for an even load. The compiler estimates neither kernels nor the wire time of an exchange. The roofline time of the
-kernels (grouped products) of an even load is a figure of its own.
+for an even load. The compiler estimates neither kernels (the grouped products) nor the wire time of an exchange. What
+the kernels declare gives their roofline time, a figure of its own.
 """
 
 import functools
-import math
-import re
 import sys
-from collections import Counter
 from typing import Any
 
 import jax
@@ -23,18 +20,22 @@ from jax.sharding import AxisType, NamedSharding
 from dsv4_jax.mesh import AXES, BATCH
 from dsv4_jax.ops.experts import Experts, Kernels, apply_experts
 from dsv4_jax.ops.shards import ParamShards
+from dsv4_jax.roofline import Program, chip_of
 from dsv4_jax.train.programs import POLICY
 
 TOKENS, D, F, EXPERTS, CHOICES = 4096, 4096, 2048, 256, 6  # of a device; sizes of configs/v4_flash.py
-HERTZ = 1.75e9  # clock of v5p, in which the estimates count
-# One v5p: bf16 operations and bytes from memory, a second.
-PEAK, BANDWIDTH = 459e12, 2.765e12
 # Rows of an even load in bf16: x, gate, up, hidden and y.
 ACTIVATIONS = TOKENS * CHOICES * (2 * D + 3 * F) * 2
 
 
-def compile_layer(topology: str, waves: int = 1, gradient: bool = True, exchange: str = "ragged") -> Any:
-    """Compile the layer, or the gradient of its inputs and kernels, with all devices along `expert`."""
+def compile_layer(
+    topology: str, waves: int = 1, gradient: bool = True, exchange: str = "ragged"
+) -> tuple[Any, np.ndarray]:
+    """Compile the layer, or the gradient of its inputs and kernels, with all devices along `expert`.
+
+    Returns:
+        The program and the devices.
+    """
     from jax.experimental import topologies
 
     devices = np.array(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
@@ -50,6 +51,7 @@ def compile_layer(topology: str, waves: int = 1, gradient: bool = True, exchange
 
     def pull(x, weights, kernels, choices, real, dy):
         y, back, _ = jax.vjp(lambda *a: layer(*a, choices, real), x, weights, kernels, has_aux=True)
+        y, dy = jax.lax.optimization_barrier((y, dy))  # as in training, where the gradient follows from the result
         return y, back(dy)
 
     def array(shape, dtype, spec):
@@ -63,52 +65,43 @@ def compile_layer(topology: str, waves: int = 1, gradient: bool = True, exchange
         traced = jax.jit(pull if gradient else layer).trace(
             x, weights, Kernels(up, up, down), choices, real, *([x] if gradient else [])
         )
-        return traced.lower(lowering_platforms=("tpu",)).compile(compiler_options=POLICY.repeated)
+        lowered = traced.lower(lowering_platforms=("tpu",))
+        return lowered.compile(compiler_options=POLICY.repeated), devices
 
 
-def list_estimates(program: str) -> list[tuple[int, str]]:
-    """List the estimated cycles and the text of all operations of a compiled program, the longest first.
+def split_temporary(program: Any, devices: int) -> tuple[int, int]:
+    """Return the bytes of a layer's temporary memory that follow the rows, and those that follow the weights.
 
-    An operation that the compiler cannot estimate has the largest int64; it is left out.
+    The compiler for TPUs counts the arrays that a program returns as temporary. They are left out: gradients, for which
+    training has room anyway. The weights' part is a copy of the device's kernels in bf16.
     """
-    found = [(int(m[1]), line.strip()) for line in program.splitlines() if (m := re.search(r'cycles":"(\d+)"', line))]
-    return sorted(((cycles, line) for cycles, line in found if cycles < 1 << 50), reverse=True)
-
-
-def kernel_seconds(devices: int, gradient: bool) -> float:
-    """Compute the roofline time of the grouped products of an even load on one v5p, in seconds.
-
-    The bytes are those that the kernels move with the tiles that `ops/grouped_pallas.py` chooses. Rows are read twice,
-    for two tiles of columns. In a gradient of the weights, which are tiles of 1024 x 1024, the rows of D are read
-    twice and those of F four times.
-    """
-    rows, w = TOKENS * CHOICES, EXPERTS // devices * D * F
-    up, down = 2 * (2 * rows * D + rows * F + w), 2 * (2 * rows * F + rows * D + w)
-    outer = 2 * (2 * rows * D + 4 * rows * F) + 2 * 4 * w  # the fp32 sum is read and written
-    dx = down + 2 * rows * D  # the second product adds to the first
-    moved = [up, up, down] + [up, down, dx, outer, outer, outer] * gradient
-    return sum(max(2 * rows * D * F / PEAK, size / BANDWIDTH) for size in moved)
+    memory, weights = program.memory_analysis(), 3 * EXPERTS // devices * D * F * 2
+    held = memory.peak_memory_in_bytes - memory.argument_size_in_bytes - memory.output_size_in_bytes
+    return held - weights, weights
 
 
 def measure(topology: str, waves: int = 1, exchange: str = "ragged") -> list[dict[str, Any]]:
     """Measure the forward pass and the gradient of the layer."""
     rows = []
     for gradient in (False, True):
-        compiled = compile_layer(topology, waves, gradient, exchange)
-        text, memory = compiled.as_text(), compiled.memory_analysis()
-        kinds = Counter(re.findall(r" (ragged-all-to-all(?:-start)?|ragged-all-to-all-done|all-gather)\(", text))
+        program, devices = compile_layer(topology, waves, gradient, exchange)
+        chip, costs = chip_of(devices.flat[0].device_kind), Program(program.as_text()).costs()
+        assert chip is not None, devices.flat[0].device_kind
+        of_rows, of_weights = split_temporary(program, devices.size)
         rows.append(
             {
                 "topology": topology,
                 "exchange": exchange,
                 "waves": waves,
                 "pass": "gradient" if gradient else "forward",
-                "temporary_bytes": memory.temp_size_in_bytes,
-                "output_bytes": memory.output_size_in_bytes,
+                "rows_bytes": of_rows,
+                "weights_bytes": of_weights,
+                "output_bytes": program.memory_analysis().output_size_in_bytes,
                 "activation_bytes": ACTIVATIONS,
-                "seconds": sum(cycles for cycles, _ in list_estimates(text)) / HERTZ,
-                "kernel_seconds": kernel_seconds(math.prod(map(int, topology.split(":")[1].split("x"))), gradient),
-                "collectives": dict(kinds),
+                "seconds": costs.cycles / chip.clock,
+                "kernel_seconds": max(costs.kernel_operations / chip.operations, costs.kernel_bytes / chip.bandwidth),
+                "collectives": dict(costs.count),
+                "hidden_share": costs.hidden_share,
             }
         )
     return rows
@@ -120,9 +113,10 @@ def main() -> None:
         for waves in (1, 4):
             for row in measure(topology, waves):
                 print(
-                    f"{topology} waves {waves} {row['pass']:8} temporary {row['temporary_bytes'] / 1e9:.2f} GB = "
-                    f"{row['temporary_bytes'] / row['activation_bytes']:.1f} x activations, "
-                    f"estimate {row['seconds'] * 1e3:.1f} ms + kernels {row['kernel_seconds'] * 1e3:.1f} ms  "
+                    f"{topology} waves {waves} {row['pass']:8} temporary: rows {row['rows_bytes'] / 1e9:.2f} GB = "
+                    f"{row['rows_bytes'] / row['activation_bytes']:.2f} x activations, weights "
+                    f"{row['weights_bytes'] / 1e9:.2f} GB; estimate {row['seconds'] * 1e3:.1f} ms + kernels "
+                    f"{row['kernel_seconds'] * 1e3:.1f} ms; {row['hidden_share']:.0%} sent beside work  "
                     f"{row['collectives']}",
                     flush=True,
                 )

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from experts import ACTIVATIONS, CHOICES, TOKENS, D, F, compile_layer
+from experts import ACTIVATIONS, CHOICES, TOKENS, D, F, compile_layer, split_temporary
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from results import ROOT, Line
@@ -31,7 +31,8 @@ from dsv4_jax.model.counts import attention_per_token
 from dsv4_jax.model.params import Params, apply_remat
 from dsv4_jax.model.tables import make_tables
 from dsv4_jax.plan import compile_step, count_operations, slice_devices
-from dsv4_jax.roofline import Program, chip_of
+from dsv4_jax.roofline import Program, chip_of, needed_memory
+from dsv4_jax.train.programs import POLICY
 
 
 def describe(name: str, program: Any, kind: str, model: float, computed: float, goal: float | None) -> Iterator[Line]:
@@ -47,9 +48,9 @@ def describe(name: str, program: Any, kind: str, model: float, computed: float, 
     """
     memory, costs, chip = program.memory_analysis(), Program(program.as_text()).costs(), chip_of(kind)
     assert chip is not None, kind
-    held, temporary = memory.argument_size_in_bytes / 2**30, memory.temp_size_in_bytes / 2**30
-    note = f"GiB: {held:.1f} of arguments, {temporary:.1f} temporary"
-    yield Line(f"{name}: memory over the chip's", (held + temporary) * 2**30 / chip.memory, "x", 1.0, note=note)
+    needed, held = needed_memory(memory), memory.argument_size_in_bytes
+    note = f"GiB: {held / 2**30:.1f} of arguments, {(needed - held) / 2**30:.1f} of results and temporary arrays"
+    yield Line(f"{name}: memory over the chip's", needed / chip.memory, "x", 1.0, note=note)
     note = f"{costs.operations:.3g} compiled, {computed:.3g} by the sizes"
     yield Line(f"{name}: operations over the model's", costs.operations / computed, "x", 1.15, note=note)
     if costs.wire:
@@ -58,19 +59,24 @@ def describe(name: str, program: Any, kind: str, model: float, computed: float, 
         yield Line(f"{name}: sent beside work", costs.hidden_share, "of bytes", 1.0, at_most=False, note=note)
     times = costs.times(chip)
     note = ", ".join(f"{part} {seconds * 1e3:.3g} ms" for part, seconds in times.items())
-    note += f"; the compiler's estimate without kernels {costs.cycles / chip.clock * 1e3:.3g} ms"
+    note += f"; the compiler's estimate {costs.cycles / chip.clock * 1e3:.3g} ms"
+    if costs.kernel_operations:
+        kernels = max(costs.kernel_operations / chip.operations, costs.kernel_bytes / chip.bandwidth)
+        note += f", to which kernels add at least {kernels * 1e3:.3g} ms"
     share = model / chip.operations / max(times.values())
     yield Line(f"{name}: model utilisation by the roofline", share, "", goal, at_most=False, note=note)
 
 
-def experts(topology: str) -> Iterator[Line]:
-    """The routed experts of a layer of V4-Flash, gradient of inputs and weights, 4,096 tokens a device."""
-    devices = math.prod(map(int, topology.partition(":")[2].split("x")))
-    program, name = compile_layer(topology), f"V4-Flash experts, {devices} devices"
-    operations = 3 * TOKENS * CHOICES * 3 * 2.0 * D * F
-    kept = program.memory_analysis().temp_size_in_bytes / ACTIVATIONS
-    yield Line(f"{name}: temporary memory over activations", kept, "x", 3.0, note=f"{topology}, one wave, ragged")
-    yield from describe(name, program, "TPU v5", operations, operations * 4 / 3, 0.5)
+def experts(topology: str, gradient: bool = True) -> Iterator[Line]:
+    """The routed experts of a layer of V4-Flash or the gradient of inputs and weights, 4,096 tokens a device."""
+    program, devices = compile_layer(topology, gradient=gradient)
+    chip, passed = devices.flat[0].device_kind, "gradient" if gradient else "forward"
+    name = f"V4-Flash experts, {devices.size} {topology.partition(':')[0]}, {passed}"
+    rows, weights = split_temporary(program, devices.size)
+    note = f"and {weights / ACTIVATIONS:.2f} x of the kernels in bf16; one wave, ragged"
+    yield Line(f"{name}: temporary memory of rows over activations", rows / ACTIVATIONS, "x", 3.0, note=note)
+    operations = (3 if gradient else 1) * TOKENS * CHOICES * 3 * 2.0 * D * F
+    yield from describe(name, program, chip, operations, operations, 0.5)
 
 
 def attention(mode: str, S: int, topology: str, context: int) -> Iterator[Line]:
@@ -119,7 +125,7 @@ def compile_attention(cfg: ModelConfig, S: int, topology: str, context: int) -> 
         layer = jax.jit(make).eval_shape()
         lowered = jax.jit(pull).trace(layer, x, segments, x).lower(lowering_platforms=("tpu",))
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(layer))
-        return lowered.compile(), devices.flat[0].device_kind, parameters
+        return lowered.compile(compiler_options=POLICY.repeated), devices.flat[0].device_kind, parameters
 
 
 def step(config: str, topology: str, goal: float, *flags: str, stage: int = 1) -> Iterator[Line]:
@@ -135,7 +141,11 @@ def step(config: str, topology: str, goal: float, *flags: str, stage: int = 1) -
 
 PARTS: dict[str, Callable[[], Iterator[Line]]] = {
     "experts_16": functools.partial(experts, "v5p:2x2x4"),
+    "experts_16_forward": functools.partial(experts, "v5p:2x2x4", gradient=False),
     "experts_64": functools.partial(experts, "v5p:4x4x4"),
+    "experts_64_forward": functools.partial(experts, "v5p:4x4x4", gradient=False),
+    "experts_64_v6e": functools.partial(experts, "v6e:8x8"),
+    "experts_64_v6e_forward": functools.partial(experts, "v6e:8x8", gradient=False),
     "csa_4k": functools.partial(attention, "csa", 4096, "v5p:2x2x1", 1),
     "hca_4k": functools.partial(attention, "hca", 4096, "v5p:2x2x1", 1),
     "window_4k": functools.partial(attention, "window", 4096, "v5p:2x2x1", 1),

@@ -3,6 +3,11 @@
 
 XLA's own analysis counts the body of a loop once. Here it counts as often as the loop runs, where the text has the
 number of trips; where it has none (the rounds of an exchange), once. Of a conditional, the costliest branch counts.
+
+A collective may be asynchronous in three ways: as a pair of instructions (`all-gather-start`), wrapped in a pair
+`async-start`, or as a chain of fusions. The first fusion of a chain starts the collective, those that follow move it on
+while they compute, and the last waits for its end. A fusion that keeps only a slice of an all-reduce is a
+reduce-scatter.
 """
 
 import collections
@@ -10,7 +15,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 COLLECTIVES = (
     "all-to-all", "all-gather", "all-reduce", "collective-permute", "reduce-scatter", "ragged-all-to-all",
@@ -58,6 +63,14 @@ def chip_of(device_kind: str) -> Chip | None:
     return next((chip for name, chip in CHIPS.items() if device_kind.startswith(name)), None)
 
 
+def needed_memory(memory: Any) -> float:
+    """Return the bytes that a program needs on a device, from its `memory_analysis()`.
+
+    The compiler for TPUs counts results as temporary memory, but not all of them in every program; its peak has them.
+    """
+    return max(memory.argument_size_in_bytes + memory.temp_size_in_bytes, memory.peak_memory_in_bytes)
+
+
 @dataclasses.dataclass
 class Costs:
     """What one run of a program costs a device.
@@ -65,6 +78,8 @@ class Costs:
     Attributes:
         operations: floating-point operations of matrix products and of kernels that declare theirs.
         bytes: read from and written to the device's memory.
+        kernel_operations: those of kernels.
+        kernel_bytes: the same.
         cycles: the compiler's estimates of its operations' time. It has none for kernels and exchanges.
         wire: bytes that leave the device, by kind of collective.
         count: number of collectives, by kind.
@@ -74,6 +89,8 @@ class Costs:
 
     operations: float = 0.0
     bytes: float = 0.0
+    kernel_operations: float = 0.0
+    kernel_bytes: float = 0.0
     cycles: float = 0.0
     wire: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
     count: dict[str, float] = dataclasses.field(default_factory=lambda: collections.defaultdict(float))
@@ -152,6 +169,9 @@ class Program:
             body = self._bodies.get(name, {})
             order, each = [*body.values()], [self._cost(x, body) for x in body.values()]
             ends = {start: i for i, x in enumerate(order) if x.opcode.endswith("-done") for start in x.operands}
+            chains = [self._chain(x) for x in order]
+            stops = {chain: i for i, (chain, part) in enumerate(chains) if part == "Done"}
+            ends |= {x.name: stops[c] for x, (c, part) in zip(order, chains, strict=True) if part == "Start"}
             self._known[name] = total = Costs()
             for i, (x, cost) in enumerate(zip(order, each, strict=True)):
                 beside = range(i + 1, ends.get(x.name, 0))
@@ -174,18 +194,32 @@ class Program:
             )
             branches = [self._total(name) for name in re.findall(r"[\w.\-]+", text)]
             total.add(max(branches, key=lambda cost: (cost.operations, cost.bytes)))
-        elif x.opcode == "call":
-            total.add(self._total(self._called(x, "to_apply")))
+        elif x.opcode in ("call", "async-start"):
+            total.add(self._total(self._called(x, "to_apply") or self._called(x, "calls")))
         elif x.opcode not in _FREE and not x.opcode.endswith("-done"):
             total.operations, total.bytes = self._operations(x, body), self._traffic(x, body)
+            if x.opcode == "custom-call":
+                total.kernel_operations, total.kernel_bytes = total.operations, total.bytes
             cycles = re.search(r'estimated_cycles":"(\d{1,15})"', x.attributes)  # 2^63 - 1: no estimate
             total.cycles = int(cycles[1]) if cycles else 0
             for y, inside in ((x, body), *((y, self._fused(x)) for y in self._fused(x).values())):
                 kind = y.opcode.removesuffix("-start")
-                if kind in COLLECTIVES:
+                if kind in COLLECTIVES and self._chain(x)[1] in ("", "Start"):
+                    users = [z.opcode for z in inside.values() if y.name in z.operands]
+                    kind = "reduce-scatter" if kind == "all-reduce" and {*users} == {"dynamic-slice"} else kind
                     total.wire[kind] += _sent(kind, y, inside)
                     total.count[kind] += 1
         return total
+
+    def _chain(self, x: Instruction) -> tuple[str, str]:
+        """Return the number of the chain that a fusion is part of, and which part: Start, Step or Done; empty: none."""
+        inside = self._fused(x).values()
+        found = (re.search(r'chain_id="(\d+)"', y.attributes) for y in inside if y.opcode in COLLECTIVES)
+        if (chain := next(filter(None, found), None)) is None:
+            return "", ""
+        calls = (re.search(r'"AsyncCollective(Start|Done)"', y.attributes) for y in inside)
+        call = next(filter(None, calls), None)
+        return chain[1], call[1] if call else "Step"
 
     def _trips(self, loop: Instruction, outside: Body) -> int | None:
         """Count the runs of a loop: known, or a counter goes from a constant (0 if not in sight) to a constant."""
@@ -210,8 +244,7 @@ class Program:
         if x.opcode in ("dot", "convolution"):
             return _product(x, *(body[name].result for name in x.operands[:2]))
         if x.opcode == "custom-call":
-            declared = re.search(r'cost_estimate":\{"flops":"?(\d+)', x.attributes)
-            return float(declared[1]) if declared else 0.0
+            return _declared("flops", x) or 0.0
         inside = self._fused(x)
         return sum(self._operations(y, inside) for y in inside.values())
 
@@ -222,6 +255,8 @@ class Program:
         """
         if x.opcode.endswith("-start"):  # the result holds the operands, too
             return size(x.result)
+        if x.opcode == "custom-call" and (declared := _declared("bytes_accessed", x)) is not None:
+            return declared
         inside = self._fused(x)
         if not inside:
             if x.opcode in _SLICES:
@@ -236,7 +271,14 @@ class Program:
             if y.opcode == "bitcast":
                 origin[y.name] = origin.get(y.operands[0], y.operands[0])
         read, written = 0.0, size(x.result)
-        for y in (y for y in inside.values() if y.opcode == "parameter"):
+        # What a chain's collective reads and writes passes through all of its fusions, and counts in the first.
+        part, passed = self._chain(x)[1], set[str]()
+        if part:
+            aliased = re.findall(r"\{\d*\}: \((\d+), ", x.attributes)  # numbers of operands, one for each such result
+            written -= sum(size(body[x.operands[int(n)]].result) for n in aliased)
+            passed = {y.name for y in inside.values() if y.value in aliased}
+            passed |= {name for y in inside.values() if y.opcode in COLLECTIVES for name in y.operands}
+        for y in (y for y in inside.values() if y.opcode == "parameter" and (part == "Start" or y.name not in passed)):
             uses = [u for u in users[y.name] if u.opcode != "bitcast"]
             first = all(origin.get(u.operands[0], u.operands[0]) == y.name for u in uses)
             if first and uses and all(u.opcode in (*_SLICES, "dynamic-update-slice") for u in uses):
@@ -259,6 +301,12 @@ def _instruction(name: str, text: str, root: bool) -> Instruction:
     return Instruction(
         name, text[: match.start()], match[1], re.findall(r"%([\w.\-]+)", inside), inside, text[stop:], root
     )
+
+
+def _declared(what: str, kernel: Instruction) -> float | None:
+    """Return what a kernel declares as its cost; None if it declares none."""
+    found = re.search(rf'cost_estimate":\{{[^}}]*"{what}":"?(\d+)', kernel.attributes)
+    return float(found[1]) if found else None
 
 
 def _closing(text: str, start: int) -> int:
@@ -316,7 +364,7 @@ def _product(x: Instruction, left: str, right: str) -> float:
 
 
 def _sent(kind: str, x: Instruction, body: Body) -> float:
-    """Return the bytes that a device sends in a collective; in a ragged one, all that its buffer holds."""
+    """Return the bytes that a device sends in a collective; in a ragged one, all that fits into both its buffers."""
     given = [size(body[name].result, anywhere=True) for name in x.operands if name in body]
     groups = re.search(r"replica_groups=(?:\[\d+,(\d+)\]|\{\{([\d,]*)\})", x.attributes)
     mesh = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", x.attributes)
@@ -332,4 +380,4 @@ def _sent(kind: str, x: Instruction, body: Body) -> float:
         "reduce-scatter": (n - 1) / n,
         "all-to-all": (n - 1) / n,
     }
-    return given[0] if kind == "ragged-all-to-all" else factor.get(kind, 1) * sum(given)
+    return min(given[:2]) if kind == "ragged-all-to-all" else factor.get(kind, 1) * sum(given)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring tokens to their experts and the results back, in rounds through a buffer of fixed size.
 
-A round handles at most twice as many rows of a device as an even load gives it. Skewed loads need more rounds, never
+A round handles at most SHARE times the rows that an even load gives a device. Skewed loads need more rounds, never
 more memory, and no row is dropped. Inside `shard_map`. Letters: T tokens of this device, k experts of a token, E
 experts of this device, P devices of the axis `expert`, R rows of a part of a round, b blocks of ALIGN rows.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,24 @@ import jax.numpy as jnp
 from dsv4_jax.mesh import emulated, varying
 
 AXIS = "expert"
+# Rows of a round over those of an even load. Memory and the work on empty rows grow with it. A load that exceeds it
+# takes another round, whose fixed cost is small.
+SHARE = 1.25
 ALIGN = 8  # rows of a block; TPUs store 8 rows of a matrix together, so that blocks move without a change of layout
 
 Carry = TypeVar("Carry")
+
+
+class Buffer(NamedTuple):
+    """Hold an array as `receive` takes rows from it, and what `give` returns to them.
+
+    Attributes:
+        rows: the array.
+        results: sums of the results, fp32; None: results take the place of the rows.
+    """
+
+    rows: jax.Array
+    results: Any = None
 
 
 def sort(key_N: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -96,21 +112,22 @@ class Gathered:
         expert_N = jnp.where((expert_N >= 0) & (expert_N < own), expert_N, own)
         order_N, place_N = sort(expert_N)
         ends_E = jnp.cumsum(count_each(expert_N, own))
-        room = min(-(-2 * expert_N.size * own // count), expert_N.size)
+        room = min(math.ceil(SHARE * expert_N.size * own / count), expert_N.size)
         rounds = 1 if room == expert_N.size else -(-ends_E[-1] // room)
         return cls(order_N, place_N.reshape(experts_Tk.shape), ends_E, rounds, room, gathers)
 
-    def tokens(self, x_TD: jax.Array) -> jax.Array:
+    def tokens(self, x_TD: jax.Array) -> Buffer:
         """Prepare an array [T, D] for `receive`."""
-        return jax.lax.all_gather(x_TD, AXIS, tiled=True) if self.gathers else x_TD
+        x_TD = self._gather(x_TD)
+        return Buffer(x_TD, zeros(x_TD.shape, jnp.float32, x_TD))
 
-    def choices(self, a_Tk: jax.Array) -> jax.Array:
+    def choices(self, a_Tk: jax.Array) -> Buffer:
         """Prepare an array [T, k] for `receive`."""
-        return self.tokens(a_Tk).reshape(-1)
+        a_N = self._gather(a_Tk).reshape(-1)
+        return Buffer(a_N, zeros(a_N.shape, jnp.float32, a_N))
 
-    def empty(self, x: jax.Array) -> jax.Array:
-        """Make the array that collects results for the rows of the prepared array `x`."""
-        return zeros(x.shape, jnp.float32, x)
+    def _gather(self, a: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(a, AXIS, tiled=True) if self.gathers else a
 
     @property
     def rows(self) -> int:
@@ -120,30 +137,34 @@ class Gathered:
     @property
     def used(self) -> float:
         """Return the share of a round's rows that an even load fills."""
-        return 1.0 if isinstance(self.rounds, int) else 0.5
+        return 1.0 if isinstance(self.rounds, int) else 1 / SHARE
 
     def sizes(self, part: int | jax.Array) -> jax.Array:
         """Count the rows of each expert in a part, int32 [E]."""
         inside = jnp.clip(self.ends_E - part * self.room, 0, self.room)
         return jnp.diff(inside, prepend=0)
 
-    def receive(self, part: int | jax.Array, x: jax.Array) -> jax.Array:
-        """Take a part's rows [R, ...] of a prepared array, sorted by expert; those past the last expert are any."""
+    def receive(self, part: int | jax.Array, buffer: Buffer) -> jax.Array:
+        """Take a part's rows [R, ...] of a buffer, sorted by expert; those past the last expert are any."""
         row_R = take(self.order_N, part * self.room + jnp.arange(self.room), fill=-1)
-        return take(x, row_R // (self.order_N.size // len(x)))
+        return take(buffer.rows, row_R // (self.order_N.size // len(buffer.rows)))
 
-    def give(self, part: int | jax.Array, a: jax.Array, to: jax.Array) -> jax.Array:
-        """Return a part's results `a` [R, ...] to their places in `to`."""
+    def give(self, part: int | jax.Array, a: jax.Array, buffer: Buffer) -> Buffer:
+        """Return a part's results `a` [R, ...] to where its rows came from."""
         place_Tk = self.place_Tk - part * self.room
-        return to + (sum_choices(a, place_Tk) if a.ndim == 2 else take(a, place_Tk.reshape(-1)))
+        given = sum_choices(a, place_Tk) if a.ndim == 2 else take(a, place_Tk.reshape(-1))
+        return buffer._replace(results=buffer.results + given)
 
-    def sum_tokens(self, y_TD: jax.Array) -> jax.Array:
-        """Sum the collected results of each token, [T, D]."""
-        return jax.lax.psum_scatter(y_TD, AXIS, tiled=True) if self.gathers else y_TD
+    def sum_tokens(self, buffer: Buffer) -> jax.Array:
+        """Sum the results of each token, [T, D], after all rounds."""
+        return self._scatter(buffer.results)
 
-    def collect_choices(self, a_N: jax.Array) -> jax.Array:
-        """Bring the collected numbers to their choices, [T, k]."""
-        return self.sum_tokens(a_N.reshape(self.place_Tk.shape))
+    def collect_choices(self, buffer: Buffer) -> jax.Array:
+        """Bring the results to their choices, [T, k], after all rounds."""
+        return self._scatter(jnp.reshape(buffer.results, self.place_Tk.shape))
+
+    def _scatter(self, a: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(a, AXIS, tiled=True) if self.gathers else a
 
 
 class Route(NamedTuple):
@@ -203,7 +224,8 @@ def _exchange_gathered(x: jax.Array, to: jax.Array, route: Route) -> jax.Array:
 class Sent:
     """Send each (token, expert) pair as a row to the expert's device, and its result back.
 
-    A device's buffer has its pairs sorted by expert. Each expert's rows are padded to whole blocks, N rows in all.
+    A device's buffer has its pairs sorted by expert. Each expert's rows are padded to whole blocks, N rows in all. The
+    results of a round take the place of the rows that it has sent, so that one buffer serves both.
 
     Attributes:
         row_N: pair in each row of the buffer; T k for padding.
@@ -251,7 +273,7 @@ class Sent:
         arriving = blocks_PPE.transpose(1, 2, 0).reshape(P, own * P)
         target = before(arriving, 1).reshape(P, own, P).transpose(2, 0, 1)
         # Emulated devices cannot loop over collectives: their buffer has room for all rows, and there is one round.
-        most = P * rows if emulated() else min(pairs + rows, P * rows)
+        most = P * rows if emulated() else min(rows + math.ceil((SHARE - 1) * pairs), P * rows)
         room = -(-most // (ALIGN * parts))
         rounds: int | jax.Array = 1
         if not emulated():
@@ -265,17 +287,13 @@ class Sent:
         begin, end = (jnp.clip(a, first, last) for a in (self.target, self.target + self.count))
         return Route(end - begin, self.source + begin - self.target, begin - first)
 
-    def tokens(self, x_TD: jax.Array) -> jax.Array:
+    def tokens(self, x_TD: jax.Array) -> Buffer:
         """Prepare an array [T, D] for `receive`."""
-        return _append_zero(x_TD)[self.row_N // self.place_Tk.shape[1]]
+        return Buffer(_append_zero(x_TD)[self.row_N // self.place_Tk.shape[1]])
 
-    def choices(self, a_Tk: jax.Array) -> jax.Array:
+    def choices(self, a_Tk: jax.Array) -> Buffer:
         """Prepare an array [T, k] for `receive`."""
-        return _append_zero(a_Tk.reshape(-1))[self.row_N]
-
-    def empty(self, x: jax.Array) -> jax.Array:
-        """Make the array that collects results for the rows of the prepared array `x`."""
-        return zeros(x.shape, x.dtype, x)
+        return Buffer(_append_zero(a_Tk.reshape(-1))[self.row_N])
 
     @property
     def rows(self) -> int:
@@ -285,27 +303,28 @@ class Sent:
     @property
     def used(self) -> float:
         """Return the share of a round's rows that an even load fills."""
-        return 1.0 if isinstance(self.rounds, int) else 0.5
+        return 1.0 if isinstance(self.rounds, int) else self.place_Tk.size / (self.rows * self.parts)
 
     def sizes(self, part: int | jax.Array) -> jax.Array:
         """Count the rows of each expert in a part, int32 [E]."""
         return self._route(part).count[:, jax.lax.axis_index(AXIS)].sum(0) * ALIGN
 
-    def receive(self, part: int | jax.Array, x: jax.Array) -> jax.Array:
-        """Take a part's rows [R, ...] of a prepared array, sorted by expert; those past the last expert are any."""
+    def receive(self, part: int | jax.Array, buffer: Buffer) -> jax.Array:
+        """Take a part's rows [R, ...] of a buffer, sorted by expert; those past the last expert are any."""
+        x = buffer.rows
         return exchange(x, zeros((self.rows, *x.shape[1:]), x.dtype, x), self._route(part))
 
-    def give(self, part: int | jax.Array, a: jax.Array, to: jax.Array) -> jax.Array:
-        """Return a part's results `a` [R, ...] to their places in `to`."""
-        return exchange(a.astype(to.dtype), to, self._route(part).back())
+    def give(self, part: int | jax.Array, a: jax.Array, buffer: Buffer) -> Buffer:
+        """Return a part's results `a` [R, ...] to where its rows came from."""
+        return Buffer(exchange(a.astype(buffer.rows.dtype), buffer.rows, self._route(part).back()))
 
-    def sum_tokens(self, y_ND: jax.Array) -> jax.Array:
-        """Sum the collected results of each token, [T, D]."""
-        return sum_choices(y_ND, self.place_Tk)
+    def sum_tokens(self, buffer: Buffer) -> jax.Array:
+        """Sum the results of each token, [T, D], after all rounds."""
+        return sum_choices(buffer.rows, self.place_Tk)
 
-    def collect_choices(self, a_N: jax.Array) -> jax.Array:
-        """Bring the collected numbers to their choices, [T, k]."""
-        return take(a_N, self.place_Tk)
+    def collect_choices(self, buffer: Buffer) -> jax.Array:
+        """Bring the results to their choices, [T, k], after all rounds."""
+        return take(buffer.rows, self.place_Tk)
 
 
 def run_rounds(plan: Gathered | Sent, step: Callable[[int, int | jax.Array, Carry], Carry], carry: Carry) -> Carry:

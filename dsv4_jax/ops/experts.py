@@ -100,38 +100,39 @@ def _forward(how, x_TD, weights_Tk, experts_Tk, kernels):
     else:
         rounds = Sent.plan(experts_Tk, own, how.count, how.waves)
     whole = _gather_kernels(how, kernels, x_TD.dtype)
-    x, weights = rounds.tokens(x_TD), rounds.choices(weights_Tk)
+    weights = rounds.choices(weights_Tk)
     product = functools.partial(rows_product, impl=how.impl, used=rounds.used)
 
     def step(part, number, carry):
-        y, hit, kept = carry
+        rows, hit, kept = carry
         sizes = rounds.sizes(number)
-        x_RD, weight_R = rounds.receive(number, x), rounds.receive(number, weights)
+        x_RD, weight_R = rounds.receive(number, rows), rounds.receive(number, weights)
         gate, up = product(x_RD, whole.w1, sizes), product(x_RD, whole.w3, sizes)
-        hidden = (weight_R[:, None] * swiglu(gate, up, how.limit)).astype(x.dtype)
-        y = rounds.give(number, product(hidden, whole.w2, sizes), y)
+        hidden = (weight_R[:, None] * swiglu(gate, up, how.limit)).astype(x_RD.dtype)
+        rows = rounds.give(number, product(hidden, whole.w2, sizes), rows)
         hit += count_clamped(gate, up, how.limit).sum()
-        return y, hit, (*kept[:part], (gate, up), *kept[part + 1 :])
+        return rows, hit, (*kept[:part], (gate, up), *kept[part + 1 :])
 
-    empty = zeros((rounds.rows, whole.w1.shape[2]), x.dtype, x)
+    empty = zeros((rounds.rows, whole.w1.shape[2]), x_TD.dtype, x_TD)
     kept = ((empty, empty),) * rounds.parts
-    y, hit, kept = run_rounds(rounds, step, (rounds.empty(x), varying(jnp.zeros(()), x), kept))
+    carry = rounds.tokens(x_TD), varying(jnp.zeros(()), x_TD), kept
+    rows, hit, kept = run_rounds(rounds, step, carry)
     kept = checkpoint_name(kept, "product")
-    return (rounds.sum_tokens(y).astype(x.dtype), hit), (x_TD, weights_Tk, kernels, rounds, kept)
+    return (rounds.sum_tokens(rows).astype(x_TD.dtype), hit), (x_TD, weights_Tk, kernels, rounds, kept)
 
 
 def _backward(how, residuals, dy):
     """Run the same rounds with x and dy: sum the kernels' gradients, return those of x and of the weights."""
     x_TD, weights_Tk, kernels, rounds, kept = residuals
     whole = _gather_kernels(how, kernels, x_TD.dtype)
-    sent = rounds.tokens(x_TD), rounds.tokens(dy[0]), rounds.choices(weights_Tk)
+    dy_rows = rounds.tokens(dy[0])
     product = functools.partial(rows_product, impl=how.impl, used=rounds.used)
     outer = functools.partial(weight_gradient, impl=how.impl, used=rounds.used)
 
     def step(part, number, carry):
-        dx, dweights, dkernels = carry
+        rows, weights, dkernels = carry
         sizes = rounds.sizes(number)
-        x_RD, dy_RD, weight_R = (rounds.receive(number, a) for a in sent)
+        x_RD, dy_RD, weight_R = (rounds.receive(number, a) for a in (rows, dy_rows, weights))
         # Products of the first round are kept, those of others computed again.
         again = lambda: (product(x_RD, whole.w1, sizes), product(x_RD, whole.w3, sizes))
         if isinstance(number, int):
@@ -146,10 +147,11 @@ def _backward(how, residuals, dy):
         dkernels = Kernels(*(outer(*ab, sizes, total=dw) for ab, dw in zip(operands, dkernels, strict=True)))
         dx_RD = product(dgate, whole.w1, sizes, transposed=True)
         dx_RD = product(dup, whole.w3, sizes, transposed=True, total=dx_RD)
-        return rounds.give(number, dx_RD, dx), rounds.give(number, (dhidden * hidden).sum(-1), dweights), dkernels
+        dweight_R = (dhidden * hidden).sum(-1)
+        return rounds.give(number, dx_RD, rows), rounds.give(number, dweight_R, weights), dkernels
 
     dkernels = Kernels(*(varying(jnp.zeros(w.shape, jnp.float32), w, x_TD) for w in whole))
-    carry = rounds.empty(sent[0]), rounds.empty(sent[2]), dkernels
+    carry = rounds.tokens(x_TD), rounds.choices(weights_Tk), dkernels
     dx, dweights, dkernels = run_rounds(rounds, step, carry)
     dkernels = Kernels(
         *(s.total(dw, w).astype(w.dtype) for s, dw, w in zip(how.shards, dkernels, kernels, strict=True))

@@ -34,15 +34,21 @@ class CompilePolicy:
     Attributes:
         once: for programs that run once (initialisation), where optimising costs more time than it saves.
         cpu: for all other programs on CPUs.
-        tpu: for all other programs on TPUs, where experts compute while a ragged all-to-all runs. GPUs have XLA's
-            defaults.
+        tpu: for all other programs on TPUs, where a device computes while a ragged all-to-all or the gather of a
+            parameter runs. GPUs have XLA's defaults.
     """
 
     once: Options = dataclasses.field(
         default_factory=lambda: {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
     )
     cpu: Options = dataclasses.field(default_factory=lambda: QUICK_CPU)
-    tpu: Options = dataclasses.field(default_factory=lambda: {"xla_tpu_enable_async_ragged_all_to_all": True})
+    tpu: Options = dataclasses.field(
+        default_factory=lambda: {
+            "xla_tpu_enable_async_ragged_all_to_all": True,
+            "xla_enable_async_all_gather": True,
+            "xla_tpu_enable_async_collective_fusion_fuse_all_gather": True,
+        }
+    )
 
     @property
     def repeated(self) -> Options | None:

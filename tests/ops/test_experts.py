@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 from dsv4_jax.mesh import BATCH, make_mesh, varying
-from dsv4_jax.ops.exchange import ALIGN, Route, Sent, exchange
+from dsv4_jax.ops.exchange import ALIGN, SHARE, Route, Sent, exchange
 from dsv4_jax.ops.experts import Experts, Kernels, apply_experts
 from dsv4_jax.ops.shards import ParamShards, round_to_bfloat16
 
@@ -175,19 +175,20 @@ def plan_rounds(experts, devices, waves):
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("waves", [1, 2, 4])
 def test_rounds_follow_the_load(devices, waves):
-    """One round up to about twice an even load; more for more skew. Rows of a round do not depend on the devices."""
+    """One round up to SHARE times an even load; more for more skew. Rows of a round do not depend on the devices."""
     T, r = 512, np.random.default_rng(2)
     share, padding = T * k, (ALIGN - 1) * E
     random = np.argsort(r.random((devices, T, E)))[..., :k]
     for experts, load in ((random, share), (np.full((devices, T, k), 3), devices * share)):
         rounds, rows = plan_rounds(experts, devices, waves)
-        assert 2 * share <= rows <= 2 * share + 2 * padding
+        assert SHARE * share <= rows <= SHARE * share + padding + ALIGN * waves
         assert rounds == -(-load // rows)
     assert plan_rounds(np.full((devices, T, k), E), devices, waves)[0] == 0  # only padding
 
 
-def largest_array(devices: int) -> int:
-    """Lower the gradient of the layer for TPUs; count the elements of its largest array."""
+@functools.cache
+def gradient_text(devices: int) -> str:
+    """Lower the gradient of the layer for TPUs; return its text."""
     T, width, inner, experts = 128, 64, 8, 64
     how = Experts(experts, LIMIT, "ragged", 2, "ragged", (ParamShards(),) * 3)
     mesh, owned = make_mesh(1, devices, 1), jax.P("expert")
@@ -207,13 +208,22 @@ def largest_array(devices: int) -> int:
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, weights, Kernels(up, up, down), chosen, real)
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "ragged_all_to_all" in text
-    return max(math.prod(map(int, dims[:-1].split("x"))) for dims in re.findall(r"tensor<((?:\d+x)+)", text))
+    return text
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_no_array_grows_with_the_devices(devices):
-    """No array has more rows than a round: those of twice an even load and of padding."""
-    assert largest_array(devices) <= (2 * 128 * k + 2 * (ALIGN - 1) * 64) * 64
+    """No array has more rows than a round: those of SHARE times an even load and of padding."""
+    room, tokens = SHARE * 128 * k + (ALIGN - 1) * 64 + 2 * ALIGN, devices * 128  # the text has all devices' tokens
+    shapes = re.findall(r"tensor<((?:\d+x)+)", gradient_text(devices))
+    assert max(math.prod(map(int, dims[:-1].split("x"))) for dims in shapes) <= max(room, tokens) * 64
+
+
+def test_results_take_the_place_of_the_rows_that_were_sent():
+    """The rounds carry one buffer forward, and two backward: that of x, which becomes its gradient, and that of dy."""
+    loops = re.findall(r"stablehlo\.while\(.*\) : (.*)", gradient_text(2))
+    rows = 128 * k + (ALIGN - 1) * 64
+    assert [loop.count(f"tensor<{rows}x64xf32>") for loop in loops if f"tensor<{rows}x64xf32>" in loop] == [1, 2]
 
 
 @given(st.integers(0, 10**6), st.integers(k, E), st.floats(0, 1))

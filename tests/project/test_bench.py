@@ -62,7 +62,7 @@ ENTRY %main (x: bf16[8,128], w: bf16[128,128]) -> bf16[32,128] {
 
 
 def test_a_compiled_program_is_held_against_the_chip():
-    memory = SimpleNamespace(argument_size_in_bytes=19 * 2**30, temp_size_in_bytes=28.5 * 2**30)
+    memory = SimpleNamespace(argument_size_in_bytes=19 * 2**30, temp_size_in_bytes=28.5 * 2**30, peak_memory_in_bytes=0)
     program = SimpleNamespace(memory_analysis=lambda: memory, as_text=lambda: PROGRAM)
     product, moved = 2 * 8 * 128 * 128, 2 * 128 * (8 + 32 + 8 + 128 + 8 + 8 + 8)
     lines = {line.figure: line for line in tpu.describe("p", program, "TPU v5", product, product, 0.5)}

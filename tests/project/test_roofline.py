@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations, bytes and collectives of a compiled program are counted by hand on short texts, and on a real one."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from dsv4_jax.roofline import CHIPS, Costs, Program, chip_of, size
+from dsv4_jax.roofline import CHIPS, Costs, Program, chip_of, needed_memory, size
 
 LOOP = """
 %body (p: (s32[], f32[4,8], f32[8,8])) -> (s32[], f32[4,8], f32[8,8]) {
@@ -118,9 +120,94 @@ ENTRY %main (p: f32[16,8,4], i: s32[], c: pred[]) -> f32[8,4] {
 
 def test_fusions_move_their_slices_only_and_the_costlier_branch_counts():
     found, slice_ = Program(FUSIONS).costs(), 4 * 8 * 4
-    kernel = 2 * slice_
-    assert found.bytes == (2 * slice_ + 4) + (2 * slice_ + 4) + kernel
+    assert found.bytes == (2 * slice_ + 4) + (2 * slice_ + 4) + 9  # the last is what the kernel declares
+    assert found.kernel_operations == 77 and found.kernel_bytes == 9
     assert found.operations == 77 and found.cycles == 50  # the largest integer stands for no estimate
+
+
+CHAIN = """
+%start (p: bf16[8,128]) -> (bf16[8,128], bf16[32,128], u32[]) {
+  %p = bf16[8,128]{1,0} parameter(0)
+  %g = bf16[32,128]{1,0} all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}, frontend_attributes={chain_id="2"}
+  ROOT %s = (bf16[8,128]{1,0}, bf16[32,128]{1,0}, u32[]{:S(2)}) custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%step (p: bf16[8,128], q: bf16[32,128], f: u32[], x: bf16[8,128]) -> (bf16[8,128], bf16[8,128], bf16[32,128], u32[]) {
+  %p = bf16[8,128]{1,0} parameter(0)
+  %q = bf16[32,128]{1,0} parameter(1)
+  %f = u32[]{:S(2)} parameter(2)
+  %x = bf16[8,128]{1,0} parameter(3)
+  %d = bf16[8,128]{1,0} add(%x, %x)
+  %g = bf16[32,128]{1,0} all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}, frontend_attributes={chain_id="2"}
+  ROOT %t = (bf16[8,128]{1,0}, bf16[8,128]{1,0}, bf16[32,128]{1,0}, u32[]{:S(2)}) tuple(%d, %p, %q, %f)
+}
+
+%done (p: bf16[8,128], q: bf16[32,128], f: u32[]) -> bf16[32,128] {
+  %p = bf16[8,128]{1,0} parameter(0)
+  %q = bf16[32,128]{1,0} parameter(1)
+  %f = u32[]{:S(2)} parameter(2)
+  %g = bf16[32,128]{1,0} all-gather(%p), channel_id=7, replica_groups={{0,1,2,3}}, dimensions={0}, frontend_attributes={chain_id="2"}
+  ROOT %r = bf16[32,128]{1,0} custom-call(%g, %q, %f), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: bf16[8,128]) -> bf16[32,128] {
+  %x = bf16[8,128]{1,0} parameter(0)
+  %begin = (bf16[8,128]{1,0}, bf16[32,128]{1,0}, u32[]{:S(2)}) fusion(%x), kind=kCustom, output_to_operand_aliasing={{0}: (0, {})}, calls=%start
+  %p = bf16[8,128]{1,0} get-tuple-element(%begin), index=0
+  %q = bf16[32,128]{1,0} get-tuple-element(%begin), index=1
+  %f = u32[]{:S(2)} get-tuple-element(%begin), index=2
+  STEP
+  ROOT %end = bf16[32,128]{1,0} fusion(%p, %q, %f), kind=kCustom, output_to_operand_aliasing={{}: (1, {})}, calls=%done
+}
+"""  # noqa: E501
+STEP = "%work = (bf16[8,128]{1,0}, bf16[8,128]{1,0}, bf16[32,128]{1,0}, u32[]{:S(2)}) fusion(%p, %q, %f, %x), kind=kLoop, output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {}), {3}: (2, {})}, calls=%step"  # noqa: E501
+
+
+@pytest.mark.parametrize("step, hidden", [(STEP, 3), ("", 0)])
+def test_a_chain_of_fusions_is_one_collective(step, hidden):
+    """What moves a collective on beside its own work neither sends again nor reads and writes the gathered array."""
+    found, row = Program(CHAIN.replace("STEP", step)).costs(), 2 * 8 * 128
+    assert found.count == {"all-gather": 1} and found.wire == {"all-gather": 3 * row}
+    assert sum(found.hidden.values()) == hidden * row
+    assert found.bytes == row + 4 * row + (2 * row if step else 0)  # the gather, and the step's own sum
+
+
+WRAPPED = """
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%scatter (p: f32[32,128]) -> f32[8,128] {
+  %p = f32[32,128]{1,0} parameter(0)
+  %r = f32[32,128]{1,0} all-reduce(%p), replica_groups={{0,1,2,3}}, to_apply=%sum
+  %i = u32[] partition-id()
+  %o = u32[] constant(0)
+  ROOT %s = f32[8,128]{1,0} dynamic-slice(%r, %i, %o), dynamic_slice_sizes={8,128}
+}
+
+%wrapped (p: f32[8,128]) -> f32[32,128] {
+  %p = f32[8,128]{1,0} parameter(0)
+  ROOT %g = f32[32,128]{1,0} all-gather(%p), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+ENTRY %main (x: f32[32,128]) -> f32[32,128] {
+  %x = f32[32,128]{1,0} parameter(0)
+  %part = f32[8,128]{1,0} fusion(%x), kind=kCustom, calls=%scatter
+  %start = ((f32[8,128]{1,0}), f32[32,128]{1,0}, s32[]{:S(2)}) async-start(%part), calls=%wrapped
+  %work = f32[8,128]{1,0} add(%part, %part)
+  ROOT %done = f32[32,128]{1,0} async-done(%start)
+}
+"""
+
+
+def test_wrapped_collectives_count_and_a_slice_of_a_sum_is_a_reduce_scatter():
+    found, row = Program(WRAPPED).costs(), 4 * 8 * 128
+    assert found.count == {"reduce-scatter": 1, "all-gather": 1}
+    assert found.wire == {"reduce-scatter": 3 * row, "all-gather": 3 * row}
+    assert found.hidden == {"all-gather": 3 * row}
+    assert found.bytes == (4 + 1) * row + (1 + 4) * row + 3 * row
 
 
 BATCHED = """
@@ -158,3 +245,10 @@ def test_the_roofline_time_is_the_longest_of_three():
 def test_sizes_are_bytes_of_the_types():
     assert size("(bf16[2,3]{1,0:T(8,128)}, pred[5], s4[4], u32[]{:S(2)}, f32[])") == 12 + 5 + 2 + 4
     assert size("f8e4m3fn[8,2]{1,0:S(1)}") == 0 and size("f8e4m3fn[8,2]{1,0:S(1)}", anywhere=True) == 16
+
+
+def test_the_memory_of_a_program_holds_its_peak():
+    """The compiler for TPUs leaves results out of a program's temporary memory, or not."""
+    sizes = dict(argument_size_in_bytes=10, temp_size_in_bytes=7)
+    assert needed_memory(SimpleNamespace(**sizes, peak_memory_in_bytes=15)) == 17
+    assert needed_memory(SimpleNamespace(**sizes, peak_memory_in_bytes=20)) == 20
