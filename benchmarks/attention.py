@@ -97,7 +97,7 @@ def compile_for_tpu(kind: str, S: int, topology: str, gradient: bool, context: i
         return back((do, jnp.ones_like(kl)))
 
     with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("x",))):
-        tiles = -(-M // count_tile(jnp.zeros((1, BLOCK, I, J))))
+        tiles = -(-M // count_tile(jax.ShapeDtypeStruct((1, BLOCK, I, J), jnp.bfloat16)))
         traced = (
             jax.jit(pull).trace(x, array(S, dtype=jnp.int32), x[0])
             if gradient

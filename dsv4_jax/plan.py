@@ -14,8 +14,9 @@ from dsv4_jax.config import Config, MeshConfig
 from dsv4_jax.config.root import ResolvedStage
 from dsv4_jax.data.batch import abstract_batch
 from dsv4_jax.mesh import AXES, abstract_mesh
+from dsv4_jax.model.config import LayerSpec
 from dsv4_jax.model.counts import operations_per_token
-from dsv4_jax.ops.grouped_matmul import explain_choice
+from dsv4_jax.ops import attention, grouped_matmul, indexer
 from dsv4_jax.roofline import Program, chip_of
 from dsv4_jax.section import ConfigError
 from dsv4_jax.train import describe
@@ -117,14 +118,29 @@ def count_operations(cfg: Config) -> tuple[float, float]:
     return matrices + attention, matrices + attention + again
 
 
+def explain_paths(cfg: Config) -> list[str]:
+    """Describe the paths of experts, attention and indexer on the devices that we trace for, a line for each choice."""
+    model, S = cfg.model, cfg.data.seq_len
+    lines = [f"experts     {grouped_matmul.explain_choice(model.expert_matmul)}"]
+    block = min(model.attention_block, S // cfg.mesh.context)
+    queries = jax.ShapeDtypeStruct((1, block, model.index_n_heads, model.index_head_dim), model.compute_dtype)
+    for mode, ratio in dict.fromkeys((spec.mode, spec.ratio) for spec in model.layer_specs if spec.ratio):
+        M = S // ratio
+        k = min(model.index_topk, M) if mode != "hca" and model.attention == "sparse" else 0
+        lines.append(f"attention   {mode}/{ratio}: {attention.explain_choice(M, k, model.select)}")
+        if LayerSpec(mode, ratio).indexed and model.attention != "dense":
+            lines.append(f"indexer     {mode}/{ratio}: {indexer.explain_choice(M, k, queries)}")
+    return lines
+
+
 def compile_for(run: Config, stage: ResolvedStage, devices: np.ndarray) -> list[str]:
     """Compile the training step of a stage for devices that need not exist; describe it, a line for each property."""
     program, kind = compile_step(run, stage, devices), devices.flat[0].device_kind
     memory, costs, chip = program.memory_analysis(), Program(program.as_text()).costs(), chip_of(kind)
     model, computed = count_operations(stage.cfg)
     with jax.set_mesh(jax.sharding.Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 3)):
-        product = explain_choice(stage.cfg.model.expert_matmul)
-    lines = [f"compiled    for {devices.size} x {kind}", f"experts     {product}"]
+        paths = explain_paths(stage.cfg)
+    lines = [f"compiled    for {devices.size} x {kind}", *paths]
     if memory is not None:
         held, temporary = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         lines.append(f"memory      {held:,} bytes of state and batch and {temporary:,} temporary, per device")

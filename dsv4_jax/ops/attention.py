@@ -57,6 +57,23 @@ class Attended(NamedTuple):
     recall_BS3: jax.Array | None
 
 
+def gathers(M: int, k: int, select: Select) -> bool:
+    """Return whether each query gathers its k entries of M, or attends to all under a mask. k = 0: no selection."""
+    return 0 < k < M and (select == "gathered" or (select == "auto" and M > GATHER_COST * k))
+
+
+def explain_choice(M: int, k: int, select: Select) -> str:
+    """Describe how queries reach k selected entries of M, and why; k = 0: no selection."""
+    if not 0 < k < M:
+        return f"all {M:,} entries under a mask: each query attends to all that it may see"
+    chosen = "gathered" if gathers(M, k, select) else "masked"
+    reasons = {
+        "gathered": "their products cost less than those of all entries under a mask",
+        "masked": f"a gather costs as much as a mask over {GATHER_COST} times as many entries",
+    }
+    return f"{k:,} of {M:,} entries for each query, {chosen}{' (auto)' * (select == 'auto')}: {reasons[chosen]}"
+
+
 def softmax_with_sink(logits: tuple[jax.Array, ...], sink_H: jax.Array) -> tuple[jax.Array, ...]:
     """Compute one softmax over all groups of keys [..., H, .]; exp(sink) joins the denominator only.
 
@@ -135,7 +152,7 @@ def attend(
         entries_BMK, windows, index, topk_BSk = None, None, None, None
     k = 0 if topk_BSk is None else topk_BSk.shape[2]
     k = k if index is None else min(index.topk, M)
-    gathered = 0 < k < M and (select == "gathered" or (select == "auto" and M > GATHER_COST * k))
+    gathered = gathers(M, k, select)
     # Sizes in blocks of T positions: the queries, the keys left of them, and how far back a window reaches.
     T = min(block, S)
     n_blocks = -(-S // T)

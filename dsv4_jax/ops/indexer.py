@@ -81,7 +81,7 @@ def score_allowed(q_BTIJ: jax.Array, w_BTI: jax.Array, k_BMJ: jax.Array, allowed
     return jax.lax.fori_loop(0, needed.sum(), add, empty)
 
 
-def count_tile(q_BTIJ: jax.Array) -> int:
+def count_tile(q_BTIJ: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Count the entries that are scored at a time: a multiple of 128 for which the heads' scores [T, I, tile] fit.
 
     On CPU they fit into the caches. On accelerators they only pass through fast memory: a tile is large so that it
@@ -89,6 +89,16 @@ def count_tile(q_BTIJ: jax.Array) -> int:
     """
     heads = q_BTIJ.shape[1] * q_BTIJ.shape[2]
     return max(TILE, (CPU_SCORES if on_cpu() else SCORES) // heads // TILE * TILE)
+
+
+def explain_choice(M: int, k: int, q_BTIJ: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """Describe how a block of queries, or its shape, scores M entries and finds the k largest; k = 0: no selection."""
+    tile = count_tile(q_BTIJ)
+    scores = f"{M:,} scores of a query at once" if M <= tile else f"{M:,} scores of a query in tiles of {tile:,}"
+    if not k:
+        return f"{scores}; no selection"
+    short = f"sorts whole rows, which are shorter than {LONG} k"
+    return f"{scores}; top-k " + (short if M < LONG * k else "sorts the k blocks of the largest maxima")
 
 
 def _score(q_BTIJ: jax.Array, w_BTI: jax.Array, k_BMJ: jax.Array) -> jax.Array:
@@ -143,7 +153,7 @@ def find_largest(x_BTM: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     neighbours instead. The k largest values lie in the k blocks of the largest maxima, and only those are sorted.
     """
     B, T, M = x_BTM.shape
-    if M < LONG * k:
+    if M < LONG * k:  # `explain_choice` describes this choice
         return jax.lax.top_k(x_BTM, k)
     size = 2 ** round(math.log2(M / k) / 2)  # about as many blocks as values in k of them
     padded = jnp.pad(x_BTM, [(0, 0), (0, 0), (0, -M % size)], constant_values=-jnp.inf)

@@ -22,7 +22,8 @@ from dsv4_jax.cli import main
 from dsv4_jax.config import Config, MeshConfig, TrainConfig
 from dsv4_jax.mesh import RULES, make_mesh, param_spec
 from dsv4_jax.model.counts import operations_per_token
-from dsv4_jax.plan import compile_for, compile_step, count_operations, slice_devices
+from dsv4_jax.ops import attention
+from dsv4_jax.plan import compile_for, compile_step, count_operations, explain_paths, slice_devices
 from dsv4_jax.section import ConfigError
 from dsv4_jax.train.describe import describe_placement
 
@@ -143,3 +144,26 @@ def test_the_tiny_step_compiles_for_tpu_on_every_axis(mesh, exchange):
     assert "8 x TPU" in lines[0] and any(line.startswith("memory") for line in lines)
     assert any("ragged-all-to-all" in line for line in lines) == (exchange == "ragged")
     assert lines[1].startswith("experts     grouped product pallas (auto): ")
+
+
+def test_the_plan_names_the_paths_of_attention_and_indexer():
+    """Without a device: rows of 64K gather their entries and sort blocks, rows of 4K have a mask and no choice."""
+    run = ds.load_config(ROOT / "configs" / "v4_flash.py")
+    stages = {stage.declared.name: stage.cfg for stage in run.resolved_stages}
+    lines = {name: explain_paths(cfg) for name, cfg in stages.items()}
+    assert lines["4K"][0].startswith("experts     grouped product ")
+    assert not any("indexer" in line for line in lines["4K"])  # attention is dense
+    (csa,) = (line for line in lines["64K"] if line.startswith("attention   csa/4: "))
+    assert "512 of 16,384 entries for each query, gathered (auto)" in csa
+    (hca,) = (line for line in lines["64K"] if line.startswith("attention   hca/128: "))
+    assert "all 512 entries under a mask" in hca
+    (index,) = (line for line in lines["64K"] if line.startswith("indexer     csa/4: "))
+    assert "16,384 scores of a query in tiles of " in index and "whole rows" in index
+    assert any("262,144 scores" in line and "blocks of the largest maxima" in line for line in lines["1M"])
+    assert any("no selection" in line for line in lines["warm-up of the indexer"])
+
+
+def test_a_selection_takes_the_path_that_is_named():
+    for M, k, select in ((1024, 512, "auto"), (4096, 512, "auto"), (4096, 512, "masked"), (600, 512, "gathered")):
+        assert ("gathered" in attention.explain_choice(M, k, select)) == attention.gathers(M, k, select)
+    assert not attention.gathers(512, 512, "gathered") and not attention.gathers(512, 0, "gathered")
