@@ -34,6 +34,8 @@ from dsv4_jax.plan import compile_step, count_operations, slice_devices
 from dsv4_jax.roofline import Program, chip_of, needed_memory
 from dsv4_jax.train.programs import POLICY
 
+NAMES = {"v4_flash": "V4-Flash", "v4_pro": "V4-Pro", "v41_flash": "V4.1-Flash"}
+
 
 def describe(name: str, program: Any, kind: str, model: float, computed: float, goal: float | None) -> Iterator[Line]:
     """Describe a compiled program.
@@ -76,19 +78,30 @@ def experts(topology: str, gradient: bool = True) -> Iterator[Line]:
     note = f"and {weights / ACTIVATIONS:.2f} x of the kernels in bf16; one wave, ragged"
     yield Line(f"{name}: temporary memory of rows over activations", rows / ACTIVATIONS, "x", 3.0, note=note)
     operations = (3 if gradient else 1) * TOKENS * CHOICES * 3 * 2.0 * D * F
-    yield from describe(name, program, chip, operations, operations, 0.5)
+    # The text has the products that later rounds compute again; the costliest branch counts.
+    computed = operations * 11 / 9 if gradient else operations
+    yield from describe(name, program, chip, operations, computed, 0.5)
 
 
-def attention(mode: str, S: int, topology: str, context: int) -> Iterator[Line]:
-    """The attention of one layer of V4-Flash, gradient of its input and parameters, one row on `context` devices."""
-    base = ds.load_config(ROOT / "configs" / "v4_flash.py").model
+def attention(mode: str, S: int, topology: str, context: int, config: str = "v4_flash") -> Iterator[Line]:
+    """The attention of one layer, gradient of its input and parameters, one row on `context` devices."""
+    base = ds.load_config(ROOT / "configs" / f"{config}.py").model
     layer = next(i for i, spec in enumerate(base.layer_specs) if spec.mode == mode)
-    sizes = dict(n_layers=1, n_mtp_layers=0, n_hash_layers=0, compress_ratios=(base.compress_ratios[layer],))
-    cfg = dataclasses.replace(base, attention="sparse", **sizes)
+    one: dict[str, Any] = dict(
+        n_layers=1, n_mtp_layers=0, n_hash_layers=0, compress_ratios=(base.compress_ratios[layer],)
+    )
+    if config == "v41_flash":
+        one |= dict(engram_layer_ids=(), engram_num_embeddings=(), dspark_target_layer_ids=(), vision_n_layers=0)
+        one |= dict(kv_source_layers=(0,), index_source_layers=(0,), modality_bias=False)
+    remat = "full" if S > 4096 else base.remat  # as in the stages of such rows
+    cfg = dataclasses.replace(base, attention="sparse", remat=remat, **one)
     program, kind, parameters = compile_attention(cfg, S, topology, context)
     model = S / context * (6.0 * parameters + attention_per_token(cfg, S))
     again = S / context * attention_per_token(cfg, S) / 3
-    name = f"V4-Flash {mode}, {S // 1024}K positions, {context} devices"
+    if cfg.remat == "full":
+        again += S / context * 2.0 * parameters
+    chips = f"{context} {topology.partition(':')[0]}"
+    name = f"{NAMES[config]} {mode}/{cfg.compress_ratios[0]}, {S // 1024}K positions, {chips}"
     yield from describe(name, program, kind, model, model + again, 0.5 if S == 4096 else 0.4)
 
 
@@ -150,7 +163,11 @@ PARTS: dict[str, Callable[[], Iterator[Line]]] = {
     "hca_4k": functools.partial(attention, "hca", 4096, "v5p:2x2x1", 1),
     "window_4k": functools.partial(attention, "window", 4096, "v5p:2x2x1", 1),
     "csa_64k": functools.partial(attention, "csa", 65536, "v5p:2x2x1", 4),
+    "hca_64k": functools.partial(attention, "hca", 65536, "v5p:2x2x1", 4),
+    "full_64k": functools.partial(attention, "full", 65536, "v5p:2x2x2", 8, "v41_flash"),
     "csa_1m": functools.partial(attention, "csa", 2**20, "v5p:4x4x4", 64),
+    "hca_1m": functools.partial(attention, "hca", 2**20, "v5p:4x4x4", 64),
+    "full_1m": functools.partial(attention, "full", 2**20, "v5p:4x4x8", 128, "v41_flash"),
 }
 STEPS: dict[str, Callable[[], Iterator[Line]]] = {
     "flash_512": functools.partial(step, "v4_flash", "v5p:8x8x8", 0.5, "--data.batch-size", "512"),
